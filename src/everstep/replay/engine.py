@@ -102,6 +102,8 @@ class Replayer:
         options: see :class:`ReplayOptions`.
 
     Attributes:
+        optimizer: runs the updates; holds the state.
+        names: parameter names of each group.
         exact: the result of :meth:`apply` is bit for bit that of training. Once False, it stays so
             (I9).
 
@@ -143,12 +145,7 @@ class Replayer:
             )
         optimizer.state.clear()
         optimizer.state.update({own[name]: dict(held) for name, held in state.items() if held})
-        self._given = {
-            (name, key): value
-            for name, values in state.items()
-            for key, value in values.items()
-            if isinstance(value, torch.Tensor)
-        }
+        self._given = _tensors_of(state)
         self._start(optimizer, names, options)
 
     @classmethod
@@ -182,7 +179,7 @@ class Replayer:
                     raise ReplayError(f"parameter {position} of group {number} has no name")
             found.append([names[id(parameter)] for parameter in group["params"]])
         own = cls.__new__(cls)
-        own._given = {}
+        own._given = {}  # the caller's tensors are the optimizer's own
         available = torch.get_num_threads()
         own._start(optimizer, found, options or ReplayOptions(available, available))
         return own
@@ -190,9 +187,9 @@ class Replayer:
     def _start(self, optimizer: Optimizer, names: list[list[str]], options: ReplayOptions) -> None:
         if options.threads < 1:
             raise ReplayError(f"threads={options.threads}: at least 1 is needed")
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._options = options
-        self._names = names
+        self.names = names
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._parameters = {
             name: parameter
@@ -213,7 +210,7 @@ class Replayer:
 
     @property
     def _kind(self) -> type[Optimizer]:
-        return type(self._optimizer)
+        return type(self.optimizer)
 
     @property
     def _device(self) -> torch.device:
@@ -229,9 +226,9 @@ class Replayer:
         path = _fast_path_kind(devices.pop())
         if path == "blocks":
             compiled = functools.partial(compiled_is_exact, self._kind)
-            return Blocked(self._optimizer, self._names, threads=threads, compiled=compiled)
+            return Blocked(self.optimizer, self.names, threads=threads, compiled=compiled)
         if path == "slices":
-            return Sliced(self._optimizer, self._names, kernel=self._kernel)
+            return Sliced(self.optimizer, self.names, kernel=self._kernel)
         return None
 
     def _kernel(self, update: Update, number: int) -> Kernel | None:
@@ -254,7 +251,7 @@ class Replayer:
     @property
     def state(self) -> Mapping[str, Mapping[str, Any]]:
         """``optimizer.state`` by parameter name, including state that the optimizer created."""
-        held = self._optimizer.state
+        held = self.optimizer.state
         return {name: held[p] for name, p in self._parameters.items() if p in held}
 
     @property
@@ -312,7 +309,7 @@ class Replayer:
             if waiting:
                 assert self._at_once is not None
                 self._at_once.run(waiting)
-                set_options(self._optimizer, waiting[-1].groups)
+                set_options(self.optimizer, waiting[-1].groups)
                 waiting.clear()
 
         for update in updates:
@@ -332,7 +329,7 @@ class Replayer:
         if self._options.training_threads is not None:
             torch.set_num_threads(self._options.training_threads)
         try:
-            step_over(self._optimizer, self._parameters, update)
+            step_over(self.optimizer, self._parameters, update)
         finally:
             torch.set_num_threads(before)
         self._keep_in_place()
@@ -342,7 +339,7 @@ class Replayer:
         tensors."""
         moved = []
         for (name, key), given in self._given.items():
-            values = self._optimizer.state.get(self._parameters[name], {})
+            values = self.optimizer.state.get(self._parameters[name], {})
             now = values.get(key)
             if now is given or not isinstance(now, torch.Tensor):
                 continue
@@ -405,14 +402,14 @@ class Replayer:
         return Exactness(True, "")
 
     def _check(self, updates: Sequence[Update]) -> None:
-        members = [p for group in self._optimizer.param_groups for p in group["params"]]
+        members = [p for group in self.optimizer.param_groups for p in group["params"]]
         if list(map(id, members)) != list(map(id, self._parameters.values())):
             raise ReplayError("the optimizer's parameters have been replaced")
         check_order(updates, after=self._lsn, key=self._key)
         checks = Checks(
             kind=self._kind,
-            defaults=self._optimizer.defaults,
-            names=self._names,
+            defaults=self.optimizer.defaults,
+            names=self.names,
             parameters=self._parameters,
             relaid=self._options.relaid,
         )
@@ -420,6 +417,18 @@ class Replayer:
         momentum = {name for name, values in states if values.get("momentum_buffer") is not None}
         for update in updates:
             checks.check(update, momentum)
+
+
+def _tensors_of(
+    state: Mapping[str, Mapping[str, Any]],
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Return the tensors of an optimizer's state, by parameter and key."""
+    return {
+        (name, key): value
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _check_names(

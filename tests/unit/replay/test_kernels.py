@@ -322,7 +322,7 @@ def test_what_a_scaler_says_is_left_to_torch(scale: Any) -> None:
         steps=6,
     )
     replayer, base = replayer_at(run, 1)
-    Sliced(replayer._optimizer, replayer._names, kernel=lambda *_: far).run(run.updates[1:])
+    Sliced(replayer.optimizer, replayer.names, kernel=lambda *_: far).run(run.updates[1:])
     assert_same_bits(base.tensors, run.moments[-1].tensors)
     assert not far.calls
 

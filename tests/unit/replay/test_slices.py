@@ -101,7 +101,7 @@ def test_a_configuration(
 def in_slices(run: Run, step: int, size: int = 0) -> None:
     """As ``replayed``, without asking whether that is exact."""
     replayer, base = replayer_at(run, step)
-    sliced = Sliced(replayer._optimizer, replayer._names, elements=BLOCK_NUMEL)
+    sliced = Sliced(replayer.optimizer, replayer.names, elements=BLOCK_NUMEL)
     for batch in batches(run.updates[step:], size):
         assert all(map(sliced.takes, batch))
         sliced.run(batch)
@@ -357,7 +357,7 @@ def test_slices_are_sent_ahead_and_released(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(slices, "Uploads", NotingUploads)
     run = record(lambda groups: AdamW(groups, fused=True), shapes={"a": (3 * BLOCK_NUMEL,)})
     replayer, _ = replayer_at(run, 3)
-    Sliced(replayer._optimizer, replayer._names, elements=BLOCK_NUMEL).run(run.updates[3:6])
+    Sliced(replayer.optimizer, replayer.names, elements=BLOCK_NUMEL).run(run.updates[3:6])
     at = {one: place for place, one in enumerate(told)}
     assert len(at) == len(told) == 9
     for number in range(3):

@@ -192,13 +192,7 @@ def _compared(
     *,
     after_mark: bool,
 ) -> Audit:
-    found = state.digests()
-    differing = [name for name, (wanted, _) in expected.items() if found.get(name) != wanted]
-    differing += [name for name in found if name not in expected]
-    for name, (_, entry) in expected.items():
-        mine = state.entries.get(name)
-        if mine is not None and _form(mine) != _form(entry) and name not in differing:
-            differing.append(name)
+    differing = _differing(state, expected)
     # A base taken after the mark: the loop may have drawn random numbers or changed its own objects
     # since, so entries restored from the mark need not match.
     changed = state.from_mark.intersection(differing if after_mark else ())
@@ -226,6 +220,20 @@ def _compared(
         entries=len(expected) - len(changed),
         differing=tuple(firm or differing),
     )
+
+
+def _differing(state: JobState, expected: dict[str, tuple[str, Entry]]) -> list[str]:
+    """Return the names of entries with another digest or form than expected, or of one side
+    only."""
+    found = state.digests()
+    entries = state.entries
+    differing = [name for name, (wanted, _) in expected.items() if found.get(name) != wanted]
+    differing += [name for name in found if name not in expected]
+    for name, (_, entry) in expected.items():
+        mine = entries.get(name)
+        if mine is not None and _form(mine) != _form(entry) and name not in differing:
+            differing.append(name)
+    return differing
 
 
 def _digests(rebuilder: Rebuilder, base: BaseFound) -> tuple[dict[str, tuple[str, Entry]], bool]:

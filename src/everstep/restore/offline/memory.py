@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from everstep.capture.mark_samples import MarkComparison
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
@@ -253,15 +254,7 @@ class HostMemory:
 
     def _new_optimizer(self, update: Update, record: LogRecord) -> _Optimizer:
         key = update.optimizer
-        kind = replay_kind(update.kind)
-        if kind is None:
-            raise UnsupportedStateError(
-                f"the optimizer {key!r} is a {update.kind}: without the program that declares it, "
-                "its updates cannot be replayed",
-                leaves=((key, f"a {update.kind}"),),
-                step=record.head.step,
-                hint="resume(step=...) in the program that trained it can replay it",
-            )
+        kind = _kind_of(update, record)
         tree = self._trees.get(key)
         groups = OptimizerProvider.groups_of(tree)
         if groups is None:
@@ -369,34 +362,44 @@ class HostMemory:
         """Reconcile an optimizer's replayed state with the mark."""
         if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
             raise FormatError(f"the mark of step {self.state.step} has no state of {section!r}")
-        replayer = optimizer.replayer
+        replayed = optimizer.replayer.state
         for name, values in tree["state"].items():
             if self.state.marker.world > 1 and name not in optimizer.names:
                 continue
-            mine = replayer.state.get(name, {})
+            mine = replayed.get(name, {})
             if not isinstance(values, dict) or not (counterfactual or mine.keys() == values.keys()):
                 raise ReplayError(f"replay gives other state of {name!r} than {section!r} had")
-            for key, value in values.items():
-                if key not in mine:
-                    continue  # state made by an update that was left out
-                found = mine[key]
-                if isinstance(value, TensorRef):
-                    entry = self.state.canonical(value.name)
-                    # A logged entry already has the value of the mark.
-                    if entry not in self._marked:
-                        self._take(entry, found, f"{key} of {name!r}")
-                elif any(references(value)):
-                    raise FormatError(f"{section}: {key} of {name!r} is neither tensor nor plain")
-                elif counterfactual:
-                    values[key] = found
-                elif not _same(found, value):
-                    self.surprises.append(
-                        f"{section}: {key} of {name} is {value!r}, by replay {found!r}"
-                    )
-        if missing := sorted(set(replayer.state) - set(tree["state"])):
+            self._reconcile_parameter(section, name, values, mine, counterfactual)
+        if missing := sorted(set(replayed) - set(tree["state"])):
             raise ReplayError(
                 f"replay gives state of {missing[0]!r}, which {section!r} did not have"
             )
+
+    def _reconcile_parameter(
+        self,
+        section: str,
+        name: str,
+        values: dict[str, Any],
+        mine: Mapping[str, Any],
+        counterfactual: bool,
+    ) -> None:
+        for key, value in values.items():
+            if key not in mine:
+                continue  # state made by an update that was left out
+            found = mine[key]
+            if isinstance(value, TensorRef):
+                entry = self.state.canonical(value.name)
+                # A logged entry already has the value of the mark.
+                if entry not in self._marked:
+                    self._take(entry, found, f"{key} of {name!r}")
+            elif any(references(value)):
+                raise FormatError(f"{section}: {key} of {name!r} is neither tensor nor plain")
+            elif counterfactual:
+                values[key] = found
+            elif not _same(found, value):
+                self.surprises.append(
+                    f"{section}: {key} of {name} is {value!r}, by replay {found!r}"
+                )
 
     def _take_options(self, tree: Any, last: Update | None) -> None:
         """Take tensors among an optimizer's hyperparameters from its last update where the mark
@@ -436,6 +439,24 @@ def _refuse_declared(record: LogRecord) -> None:
             step=record.head.step,
             hint="resume(step=...) in that program replays it",
         )
+
+
+def _kind_of(update: Update, record: LogRecord) -> type[Optimizer]:
+    """Return the class of the optimizer that made an update.
+
+    Raises:
+        UnsupportedStateError: only the program that trained it has the class.
+    """
+    kind = replay_kind(update.kind)
+    if kind is None:
+        raise UnsupportedStateError(
+            f"the optimizer {update.optimizer!r} is a {update.kind}: without the program that "
+            "declares it, its updates cannot be replayed",
+            leaves=((update.optimizer, f"a {update.kind}"),),
+            step=record.head.step,
+            hint="resume(step=...) in the program that trained it can replay it",
+        )
+    return kind
 
 
 class _Lookup(Mapping[str, torch.Tensor]):
