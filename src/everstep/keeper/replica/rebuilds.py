@@ -29,7 +29,7 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.processes.threads import IoThreads
 
-__all__ = ["Rebuilds"]
+__all__ = ["Rebuilds", "timeline_record"]
 
 _log = logging.getLogger("everstep.keeper")
 
@@ -171,19 +171,22 @@ class Rebuilds:
             trainer.arena.view,
             objects,
             assembly,
-            self._record(capture.plan.identity.timeline),
+            timeline_record(self._filesystem, self._run, capture.plan.identity.timeline),
             threads=self._threads,
         )
         capture.plan = BasePlan(made, capture.plan.shards, capture.plan.kinds)
         return objects
 
-    def _record(self, timeline: int) -> TimelineRecord | None:
-        path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
-        try:
-            return TimelineRecord.decode(read_record_bytes(self._filesystem, path), path)
-        except (OSError, EverstepError) as error:
-            _log.error("%s", error)
-            return None
+
+def timeline_record(filesystem: FileSystem, run: PurePath, timeline: int) -> TimelineRecord | None:
+    """Return the record of a timeline, which names the conditions of training; None if it cannot be
+    read: nothing is called exact then."""
+    path = timeline_dir(run, timeline) / TIMELINE_RECORD
+    try:
+        return TimelineRecord.decode(read_record_bytes(filesystem, path), path)
+    except (OSError, EverstepError) as error:
+        _log.error("%s", error)
+        return None
 
 
 def _import_torch() -> None:

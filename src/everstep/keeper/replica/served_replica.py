@@ -10,13 +10,11 @@ from typing import Any
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
-from everstep.format.names import TIMELINE_RECORD, timeline_dir
-from everstep.format.reader import read_record_bytes
-from everstep.format.records import TimelineRecord
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.persist.base_writer import BaseWriter
+from everstep.keeper.replica.rebuilds import timeline_record
 from everstep.keeper.replica.replica import BaseRequest, Replica, ReplicaLimits
 from everstep.link.capture import Capture
 from everstep.link.samples import Samples
@@ -100,7 +98,7 @@ class ServedReplica:
         self.replica = Replica(
             log,
             keeper,
-            lambda: self._record(timeline),
+            lambda: timeline_record(self._filesystem, self._run, timeline),
             ReplicaLimits(limits["size_bytes"], limits["threads"]),
             _Reports(trainer, keeper, timeline, self._requested),
             timeout_s=timeout_s,
@@ -201,14 +199,6 @@ class ServedReplica:
     @property
     def _is_one_of_several(self) -> bool:
         return self._keeper is not None and self._keeper.is_one_of_several
-
-    def _record(self, timeline: int) -> TimelineRecord | None:
-        path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
-        try:
-            return TimelineRecord.decode(read_record_bytes(self._filesystem, path), path)
-        except (OSError, EverstepError) as error:
-            _log.error("%s", error)
-            return None
 
 
 class _Reports:
