@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import peer_of
@@ -56,7 +58,9 @@ class JobSession:
 
     def to_wire(self) -> dict[str, Any]:
         """Return the fields for a message."""
-        return asdict(self)
+        # Bases are structs of msgspec, which asdict() leaves as they are.
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> JobSession:
@@ -69,7 +73,7 @@ class JobSession:
             tuple((host, port) for host, port in fields["peers"]),
             _base(fields["recovered"]),
             _base(fields["spare"]),
-            tuple(BaseId(**base) for base in fields["unreadable"]),
+            tuple(BaseId(*base) for base in fields["unreadable"]),
             fields["again"],
             tuple(fields["lost"]),
             tuple(fields["nodes"]),
@@ -86,5 +90,5 @@ def mailbox_error(host: str, port: int, error: OSError) -> KeeperError:
     )
 
 
-def _base(fields: Mapping[str, int] | None) -> BaseId | None:
-    return None if fields is None else BaseId(**fields)
+def _base(fields: Sequence[int] | None) -> BaseId | None:
+    return None if fields is None else BaseId(*fields)
