@@ -293,7 +293,7 @@ def test_a_stale_listing_hides_no_newer_timeline() -> None:
 
 
 def test_two_that_never_saw_each_other_are_told(run_folder: Path) -> None:
-    """The same timeline number, opened by another process: the two runs go different ways."""
+    """The same timeline number, opened by another process: the two histories have diverged."""
     trained(run_folder, 1)
     tier = MemoryTier()
     tier.create("run.json", (run_folder / "run.json").read_bytes())

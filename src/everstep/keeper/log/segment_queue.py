@@ -237,6 +237,7 @@ class SegmentQueue:
             return
         self.batch.step_ended(item.head.step, item.received_s)
         if self.waits_for_space and not self._base_expected:
+            # No base will free space any more: write what fits, and report the rest.
             self._catch_up()
         elif not self.waits_for_space and self._is_full:
             self._write()
@@ -245,6 +246,7 @@ class SegmentQueue:
         """Write an unfinished segment up to its last step mark."""
         if self.waits_for_space:
             self.catch_up()
+        # Still no space: all records stay pending, in order.
         if self.waits_for_space:
             return
         items = self._pending.items
@@ -328,6 +330,8 @@ class SegmentQueue:
         self._pending = _Pending()
         for item in items:
             self._pending.add(item)
+            # After the first segment that does not fit no later one is written: it would leave a
+            # gap.
             if item.head.kind == "mark" and not self.waits_for_space and self._is_full:
                 self._write()
 

@@ -10,7 +10,9 @@ Runs in the keeper process, after the commit; training never waits for it. Read 
 ``log_copies``      copy log segments
 ``place``           one place: its fence, its records, its inventory
 ``peer_copies``     copies in the memory of another node: start and stop, find bases to send
-``peer_exchange``   send bases to the peer, receive those of others
+``peer_exchange``   exchange bases and logs with other ranks' keepers, in one thread
+``base_sender``     send bases to the peer, at a pace
 ``log_sender``      send steps of the log to the peer
+``transfer``        send bytes with a window of unacknowledged ones; what both senders share
 ``lossy_log``       approximate copies of log records for ``log="adaptive"``
 """

@@ -5,15 +5,16 @@ others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
-from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format.names import TIMELINE_RECORD, base_dir, timeline_dir
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import FileRecord, Marker
+from everstep.format.records import Marker
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
@@ -240,9 +241,10 @@ class PeerCopies:
 
     def _find(self, base: BaseId) -> Source | None:
         """Return a base of this rank from wherever it can be read; None: it cannot be read yet."""
+        record = self._record_of(base.timeline)
+        if record is None:
+            return None
         try:
-            path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
-            record = read_record_bytes(self._filesystem, path)
             # Memory first: reading it costs the disk nothing.
             found = self._in_peer_store(base) or self._in_memory(base) or self._on_disk(base)
         except (OSError, EverstepError):
@@ -263,15 +265,13 @@ class PeerCopies:
         capture, arena = found
         fields, blobs = base_to_wire(capture)
         held = base_from_wire(fields, dict(enumerate(blobs)), arena)
-        files = tuple(
-            (
-                _MemoryOrDiskFile(
-                    file, lambda: self._newest_capture.has(capture), self._opener(base, record)
-                ),
-                record,
-            )
-            for file, record in held.files
-        )
+        folder = base_dir(self._run, base.timeline, base.step)
+
+        def file_of(file: ReadFile, name: str) -> ReadFile:
+            open_file = partial(self._filesystem.open, folder / name)
+            return _MemoryOrDiskFile(file, lambda: self._newest_capture.has(capture), open_file)
+
+        files = tuple((file_of(file, record.name), record) for file, record in held.files)
         return HeldBase(held.marker, files, durable=True)
 
     def _on_disk(self, base: BaseId) -> HeldBase | None:
@@ -285,13 +285,6 @@ class PeerCopies:
             (self._filesystem.open(found.path / record.name), record) for record in marker.files
         )
         return HeldBase(marker, files, durable=True)
-
-    def _opener(self, base: BaseId, record: FileRecord) -> Callable[[], ReadFile]:
-        def open_file() -> ReadFile:
-            path = scan_base(self._filesystem, self._run, base).path / record.name
-            return self._filesystem.open(path)
-
-        return open_file
 
 
 class _MemoryOrDiskFile:
