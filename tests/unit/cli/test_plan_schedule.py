@@ -76,7 +76,7 @@ def test_feasible() -> None:
 def test_infeasible() -> None:
     found = document("--model", "alexnet", "--link", "40GB/s", status=ExitCode.INFEASIBLE)
     assert found["peak_bytes"]["planned"] is None
-    assert "takes 44.1 GB/s" in found["infeasible"]  # rounded up: that is enough
+    assert "needs 44.1 GB/s" in found["infeasible"]  # rounded up: that is enough
     assert run("--model", "alexnet", "--link", "40GB/s").exit_code == ExitCode.INFEASIBLE
 
 
@@ -98,7 +98,7 @@ def test_data_that_decides(tmp_path: Path) -> None:
     model = factory(tmp_path, "(model(x) if next(count) < 2 else model(model(x))).sum()", head)
     result = run("--model", model)
     assert result.exit_code == ExitCode.INFEASIBLE
-    assert "not alike" in result.output
+    assert "two steps of this model differ" in result.output
 
 
 def test_what_has_no_kernel_without_data_is_traced_on_the_cpu(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ value = 5
         (HOSTILE, "raises", "line 4: ValueError: my own words"),
         (HOSTILE, "ends", "line 6: SystemExit: 3"),  # which means another thing
         (HOSTILE, "wrong", "line 9: RuntimeError: mat1 and mat2 shapes"),
-        (HOSTILE, "nothing", "gave NoneType, not a model and its loss"),
+        (HOSTILE, "nothing", "returned NoneType, not a model and its loss"),
         (HOSTILE, "vector", "the loss is a tensor of 128"),
         (HOSTILE, "value", "has no function 'value'"),
         ("import no_such_module_here", "f", "line 1: ModuleNotFoundError"),
@@ -239,16 +239,16 @@ def test_an_operator_of_ones_own_is_named(tmp_path: Path) -> None:
     found = document(*words)
     assert found["traced_on"] == "cpu"
     assert "everstep_tests_cli::twice" in found["notes"][0]
-    assert "drawn out from batches of 2, 3, 4" in found["notes"][0]
+    assert "extrapolated from batches of 2, 3, 4" in found["notes"][0]
     shown = factory(tmp_path, "twice(model(x)).sum()", OWN_OPERATOR.replace("_cli", "_cli2"))
-    assert "drawn out" in run("--model", shown, "--link", "9000GB/s", "--batch", "64").stdout
+    assert "extrapolated" in run("--model", shown, "--link", "9000GB/s", "--batch", "64").stdout
 
 
 def test_where_data_decide_is_said(tmp_path: Path) -> None:
     head = "import itertools\ncount = itertools.count()"
     model = factory(tmp_path, "(model(x) if next(count) < 2 else model(model(x))).sum()", head)
     shown = run("--model", model).output
-    assert "they part at operator 1: aten::sum" in shown
+    assert "the first difference is at operator 1: aten::sum" in shown
     assert "in the first step, aten::addmm" in shown
 
 
@@ -291,7 +291,7 @@ def test_scaler() -> None:
     assert found["snapshot_bytes"] == plain["snapshot_bytes"] + 2 * 4  # scale and counter
     result = run(*words, "--scaler", "--in-backward")
     assert result.exit_code == ExitCode.USAGE
-    assert "not unscaled" in result.output
+    assert "too late for updates" in result.output
 
 
 def test_ranks() -> None:

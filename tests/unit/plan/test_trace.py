@@ -222,7 +222,7 @@ def test_state_that_moves_is_refused() -> None:
             values.reverse()
             model[4].bias.data = values[0]
 
-    with pytest.raises(UnsupportedStateError, match=r"'4.bias'.*other memory"):
+    with pytest.raises(UnsupportedStateError, match=r"other memory.*'4.bias'"):
         trace_training(model, Swapping(model.parameters(), 0.1), loss)
 
 
@@ -429,7 +429,7 @@ def test_real_steps_are_measured() -> None:
     trace = trace_training(model, OPTIMIZERS["sgd"](model.parameters()), loss, timed=True)
     assert all(operator.seconds is not None for operator in trace.operators)
     assert sum(seconds_of(trace.operators, None)) > 0
-    with pytest.raises(OptionError, match="without times"):
+    with pytest.raises(OptionError, match="no time of"):
         seconds_of(on_meta("mlp", "sgd").operators, None)
 
 

@@ -1,7 +1,7 @@
 """Durations of operators on a device, from its data sheet: a roofline.
 
 An operator takes as long as its arithmetic at the peak rate or its bytes at the memory's bandwidth,
-whichever is longer. Real durations are longer; plans state that theirs are this bound.
+whichever is longer. Real durations are longer; a plan states that its times are this bound.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Device:
         flops_per_s: peak rate in float32, without tensor cores.
         half_flops_per_s: peak rate of tensor cores in 16-bit floats, sums in float32, dense.
         memory_bytes_per_s: bandwidth of its memory.
-        link_bytes_per_s: of its interface to the host, one way.
-        source: of these figures.
+        link_bytes_per_s: bandwidth of its interface to the host, one way.
+        source: source of these figures.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Device:
     source: str
 
     def seconds(self, operator: Operator) -> float:
-        """At least so long, by the roofline."""
+        """Return the minimum duration of an operator, by the roofline."""
         rate = self.half_flops_per_s if operator.dtype in _HALF else self.flops_per_s
         return max(operator.flops / rate, operator.moved_bytes / self.memory_bytes_per_s)
 
     def with_figures(self, **figures: float) -> Device:
-        """The same with other figures, of these names."""
+        """Return a copy with these figures replaced, by attribute name."""
         source = f"{self.source}; given: {', '.join(sorted(figures))}"
         changed: dict[str, Any] = {**figures, "source": source}
         return replace(self, **changed)
@@ -77,14 +77,14 @@ DEVICES = {
         ),
     )
 }  # fmt: skip
-"""By name."""
+"""Devices by name."""
 
 
 def device(name: str) -> Device:
-    """The device of that name.
+    """Return the device of a name.
 
     Raises:
-        OptionError: with the nearest name that there is.
+        OptionError: the name is unknown; the hint has the nearest one.
     """
     if name not in DEVICES:
         guess = nearest(name, DEVICES)
@@ -98,17 +98,18 @@ def device(name: str) -> Device:
 def seconds_of(
     operators: Sequence[Operator], on: Device | None, network_bytes_per_s: float | None = None
 ) -> list[float]:
-    """Seconds of each operator: by a device's roofline, or as measured.
+    """Return the duration of each operator: by a device's roofline, or as measured.
 
-    A collective runs beside the operators that follow, one at a time, as DistributedDataParallel
-    has it: it takes no time where it is launched, and where it is waited for what is left of it.
+    Collectives run beside the operators that follow, one at a time, as with
+    DistributedDataParallel. A collective takes no time at its launch; the operator that waits for
+    it takes the rest of its time.
 
     Args:
-        on: None: as measured in the trace.
-        network_bytes_per_s: what a rank sends at, for collectives. None: as measured, too.
+        on: device; None: as measured in the trace.
+        network_bytes_per_s: bandwidth at which a rank sends, for collectives; None: as measured.
 
     Raises:
-        OptionError: nothing was measured.
+        OptionError: the trace has no times.
     """
     now_s = network_free_s = 0.0
     ends_s: dict[int, float] = {}
@@ -133,10 +134,10 @@ def seconds_of(
 def times_of(
     trace: StepTrace, on: Device | None, network_bytes_per_s: float | None = None
 ) -> tuple[list[float], str]:
-    """Seconds of each operator of a step (:func:`seconds_of`), and in words where they are from.
+    """Return the duration of each operator (:func:`seconds_of`), and a description of their source.
 
-    Operators that are measured one by one take longer than in a row, where each is launched while
-    another runs: together they never get more time than a step that nobody looked at.
+    Operators that are measured one by one take longer than in a normal step, where each is launched
+    while another runs. So measured times are scaled down if their sum exceeds an unobserved step.
     """
     found = seconds_of(trace.operators, on, network_bytes_per_s)
     if on is not None:
@@ -153,10 +154,10 @@ def times_of(
 def _network_s(operator: Operator, sent_bytes: int, network_bytes_per_s: float | None) -> float:
     if network_bytes_per_s is not None:
         return sent_bytes / network_bytes_per_s
-    return _measured_s(operator, "say how fast the network between ranks is")
+    return _measured_s(operator, "give the bandwidth of the network between ranks")
 
 
 def _measured_s(operator: Operator, hint: str) -> float:
     if operator.seconds is None:
-        raise OptionError(f"this step was traced without times ({operator.name})", hint=hint)
+        raise OptionError(f"the trace has no time of {operator.name}", hint=hint)
     return operator.seconds

@@ -1,10 +1,10 @@
-"""The lowest peak for chunks of a given size, by integer programming (Checkflow section III-A).
+"""Optimal plans for chunks of a given size, by integer programming (Checkflow section III-A).
 
-The literal program has a binary for every item and operator (BERT: 562 000). Here items of equal
-size and deadline are interchangeable, so one integer for each such group and operator says how many
-leave there; when they are created follows (:mod:`.schedule`); operators behind which none fits are
-left out. The bound of divisible items and the greedy plan enclose the optimum from the beginning,
-and where they meet there is nothing to solve.
+The paper's program has binary variables for every item and operator (562 000 for BERT). Here chunks
+of equal size and deadline are interchangeable, so there is one integer per group and operator: the
+number of chunks offloaded there. The time of their snapshots follows from it (:mod:`.schedule`).
+Operators during which no chunk fits are omitted. The bound of divisible items and the greedy plan
+enclose the optimum from the beginning; if they meet, there is nothing to solve.
 
 Needs PySCIPOpt (``pip install "everstep[plan]"``).
 """
@@ -38,18 +38,18 @@ def has_solver() -> bool:
 
 
 def exact(problem: Problem, mode: Mode, chunk_bytes: int, *, limit_s: float) -> Schedule | None:
-    """The best plan of chunks of at most ``chunk_bytes``.
+    """Return the best plan with chunks of at most ``chunk_bytes``.
 
     Args:
-        limit_s: for making the program and solving it; :attr:`.Schedule.bound_bytes` is what has
-            been proved until then.
+        limit_s: time limit for building and solving the program, in seconds;
+            :attr:`.Schedule.bound_bytes` of the result is the bound proved by then.
 
     Returns:
-        None if these chunks do not fit behind the operators, or none was found in time.
+        None if these chunks cannot all be offloaded within the step, or no plan was found in time.
 
     Raises:
-        InfeasibleError: no plan exists, whatever the chunks.
-        UnavailableError: there is no solver.
+        InfeasibleError: no plan exists with any chunks.
+        UnavailableError: the solver is not installed.
     """
     deadline_s = time.monotonic() + limit_s
     lowest = bound(problem, mode)
@@ -97,7 +97,7 @@ class _Program:
                 model.addCons(kept <= self._peak - problem.live_bytes[number])
 
     def _group(self, number: int, capacities: list[int]) -> dict[int, Any]:
-        """The variables of a group: how many leave at each operator."""
+        """Add the variables of a group: the number of chunks offloaded during each operator."""
         group = self._groups[number]
         model = self._model
         count = len(capacities)
@@ -108,11 +108,13 @@ class _Program:
         }
         for at, variable in leaves.items():
             self._moved[at].append(group.size_bytes * variable)
-            if self._paper and at < group.update - 1:  # its snapshot, here and one before
+            # In the paper's mode a snapshot takes memory at its operator and at the one before.
+            if self._paper and at < group.update - 1:
                 self._kept[at].append(group.size_bytes * variable)
             if self._paper and at < group.update:
                 self._kept[at - 1].append(group.size_bytes * variable)
-        # What is left over, from the last operator on at which it may be duplicated.
+        # Chunks that are not offloaded by the last operator before their first write are
+        # duplicated there, and kept until they are offloaded.
         left: Any = group.count - sum(v for at, v in leaves.items() if at < group.update - 1)
         for at in range(group.update - 1, count):
             rest = model.addVar(lb=0, ub=group.count)
@@ -125,7 +127,7 @@ class _Program:
         return leaves
 
     def solve(self, start: Schedule | None, limit_s: float) -> tuple[list[Placement], int] | None:
-        """Placements, and the peak below which it has proved that there is no plan."""
+        """Return placements, and the peak below which the solver has proved that no plan exists."""
         if limit_s <= 0:
             return None
         self._model.setParam("limits/time", limit_s)

@@ -1,9 +1,9 @@
-"""Verify a trace: find changes of the state that it does not contain.
+"""Verification of a trace: finds changes of the state that it does not contain.
 
-A real step is traced, and everything that a checkpoint holds is digested after each operator.
-Schemas can omit writes (:mod:`.recorder` has a table of torch's own), and libraries may write
-without the dispatcher: a plan would then let such a tensor leave too late. Used in tests, and
-before a plan for a model with custom operators is trusted.
+A real step is traced, and all tensors of a checkpoint are digested after each operator. Schemas can
+omit writes (:mod:`.recorder` has a table of torch's own), and libraries may write without the
+dispatcher: a plan would then copy such a tensor too late. Use it in tests, and before you trust a
+plan for a model with custom operators.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from everstep.state.values.tensors import host_bytes
 
 __all__ = ["Missed", "missed_writes"]
 
-_Value = tuple[tuple[int, ...], str]  # where it lies, digest
+_Value = tuple[tuple[int, ...], str]  # addresses, digest
 
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """A change that the trace does not have.
+    """A change of the state that the trace does not contain.
 
     Attributes:
-        name: of the state.
-        number: of the operator behind which it was found; that of the last one also for what
-            changed after it.
-        operator: its name.
+        name: name of the changed tensor.
+        number: number of the operator after which the change was found; the last operator's
+            number also stands for changes after it.
+        operator: name of that operator.
     """
 
     name: str
@@ -48,21 +48,21 @@ def missed_writes(
     loss: Callable[[], Tensor],
     scaler: GradScaler | None = None,
 ) -> tuple[StepTrace, list[Missed]]:
-    """Traces a real step as :func:`.trace_training` does, and digests the state as it goes.
+    """Trace a real step as :func:`.trace_training` does, and digest the state after each operator.
 
     Returns:
-        The trace, and all changes of the state that no operator in it makes by then.
+        The trace, and all changes of the state that no operator of the trace has made by then.
 
     Raises:
-        OptionError, UnsupportedStateError: as of :func:`.trace_training`.
+        OptionError, UnsupportedStateError: as for :func:`.trace_training`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer.values())
     watch = _Watch(lambda: {n: t for _, n, t in state_of(model, optimizers, scaler) if n})
     trace = trace_training(model, optimizer, loss, look=watch, scaler=scaler)
     last = len(trace.operators) - 1
-    watch.behind(last, trace.operators[-1], frozenset())
+    watch.after(last, trace.operators[-1], frozenset())
     known = {name: tensor for tensor in trace.state for name in tensor.names}
-    for name, number in watch.moved:  # known of by the end of the memory that it left
+    for name, number in watch.moved:  # in the trace, the old memory ends there
         write = known[name].first_write if name in known else None
         if write is None or write > number + 1:
             watch.missed.append(Missed(name, number, trace.operators[number].name))
@@ -79,7 +79,7 @@ class _Watch:
     def begin(self) -> None:
         self._before = {name: _value(tensor) for name, tensor in self._state().items()}
 
-    def behind(self, number: int, operator: Operator, written: frozenset[str]) -> None:
+    def after(self, number: int, operator: Operator, written: frozenset[str]) -> None:
         for name, tensor in self._state().items():
             found = _value(tensor)
             before = self._before.get(name)
@@ -97,6 +97,6 @@ def _value(tensor: Tensor) -> _Value:
     parts = list(parts_of(tensor))
     digest = xxhash.xxh3_128()
     for part in parts:
-        copy = part.contiguous().cpu()  # host_bytes() does not keep it alive
+        copy = part.contiguous().cpu()  # a variable, as host_bytes() does not keep it alive
         digest.update(host_bytes(copy))
     return tuple(map(address_of, parts)), digest.hexdigest()

@@ -1,10 +1,11 @@
-"""Work that DistributedDataParallel adds to the step of one rank, without other ranks or data.
+"""Operators that DistributedDataParallel adds to the step of one rank, without other ranks or data.
 
-The real one needs a process group, and data to agree on its buckets: it is traced where it runs.
-Here its operators are issued in the places where it issues them from its third step on: at the
-beginning of forward buffers are broadcast; behind each gradient it is scaled into its bucket, which
-is all-reduced when it is full, in the order of buckets; behind backward they are copied back.
-Buckets are cut by torch's own function, in the order in which gradients came in the first step.
+The real wrapper needs a process group, and data to agree on its buckets, so it is traced only where
+it runs. Here its operators are issued as it issues them from its third step on. At the beginning of
+forward, buffers are broadcast. After each gradient is computed, it is scaled into its bucket; a
+full bucket is all-reduced, in the order of buckets. After backward, buckets are copied back to the
+gradients. Buckets are assigned by torch's own function, in the order of gradients in the first
+step.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _Launch = Callable[[str, Sequence[Tensor], int], None]
 
 
 class Buckets:
-    """The gradients of a model, averaged over ranks (see :func:`.trace_training`).
+    """Averaging of a model's gradients over ranks (see :func:`.trace_training`).
 
     Args:
-        model: not wrapped.
-        ranks: that train together, at least 2.
+        model: the model, not wrapped.
+        ranks: number of ranks, at least 2.
         bucket_bytes: ``bucket_cap_mb`` of DistributedDataParallel, in bytes. None: its default, a
             first bucket of 1 MiB and others of 25 MiB.
-        views: its ``gradient_as_bucket_view``.
+        views: ``gradient_as_bucket_view`` of DistributedDataParallel.
 
     Raises:
-        OptionError: fewer ranks.
+        OptionError: fewer than 2 ranks.
         UnavailableError: torch was built without torch.distributed.
     """
 
@@ -52,7 +53,7 @@ class Buckets:
         views: bool = False,
     ) -> None:
         if ranks < 2:
-            raise OptionError(f"{ranks} ranks reduce nothing", hint="at least 2")
+            raise OptionError(f"{ranks} ranks have nothing to reduce", hint="at least 2 ranks")
         if not torch.distributed.is_available():
             raise UnavailableError("this torch has no torch.distributed, which cuts the buckets")
         self._model = model
@@ -67,7 +68,7 @@ class Buckets:
         self._launch: _Launch = _nothing
 
     def attach(self, launch: _Launch) -> Callable[[], None]:
-        """Hooks in; returns how to end it."""
+        """Register the hooks; return a function that removes them."""
         self._launch = launch
         with ExitStack() as stack:
             for parameter in self._model.parameters():
@@ -77,7 +78,7 @@ class Buckets:
             return stack.pop_all().close
 
     def forward(self) -> None:
-        """Buffers are what the first rank's are."""
+        """Broadcast the buffers of the first rank."""
         self._next = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
@@ -87,17 +88,17 @@ class Buckets:
         with torch.no_grad():
             sent: deque[tuple[Tensor, list[Tensor]]] = deque()
             for buffers in by_dtype.values():
-                flat = buffers[0].view(-1)  # of one buffer there is no copy
+                flat = buffers[0].view(-1)  # a single buffer is not copied
                 if len(buffers) > 1:
                     flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
                 self._launch("c10d::broadcast_", [flat], self._ranks)
                 sent.append((flat, buffers))
-                del flat  # each is freed as soon as it has been copied
+                del flat  # so that each is freed as soon as it is copied back
             while sent:
                 _copy_back(*sent.popleft())
 
     def _finish(self) -> None:
-        """Waits for all buckets, and gives gradients back; still inside of backward."""
+        """Wait for all buckets and copy them back to the gradients; runs within backward."""
         self._begun = False
         if not self._buckets:
             self._cut()

@@ -1,4 +1,4 @@
-"""A capture plan for a model, from a step of it to the figures that one chooses by."""
+"""Capture plan of a model: from the trace of a step to the figures of the plan."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Planned", "every_steps", "plan_step"]
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, or why there is none.
+    """A plan, or the reason why there is none.
 
     Attributes:
-        schedule: None if the link is too slow.
-        infeasible: why there is none.
-        needed_bytes_per_s: bandwidth of the link below which there is none.
-        times: where the times of operators are from, in words.
-        method: how the plan was found, in words.
-        trace_s, plan_s: seconds it took.
+        schedule: the plan; None if the link is too slow.
+        infeasible: reason why there is no plan.
+        needed_bytes_per_s: bandwidth of the link below which there is no plan.
+        times: description of the source of the operators' times.
+        method: description of the algorithm that found the plan.
+        trace_s, plan_s: duration of tracing and planning.
     """
 
     trace: StepTrace
@@ -40,22 +40,25 @@ class Planned:
 
     @property
     def blocking_peak_bytes(self) -> int:
-        """With a duplicate of the whole state at once, as CheckFreq makes it."""
+        """Peak memory with a duplicate of the whole state at once, as CheckFreq makes it."""
         return self.problem.peak_bytes + self.problem.size_bytes
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """That a disk must take to persist the checkpoint of every step (section IV-B)."""
+        """Bandwidth of a disk that persists the checkpoint of every step (section IV-B)."""
         return self.problem.size_bytes / self.problem.step_s
 
     def every_steps(self, disk_bytes_per_s: float) -> int:
-        """The smallest ``k`` such that a disk keeps up with every ``k``-th checkpoint."""
+        """Return the smallest ``k`` for which a disk keeps up with every ``k``-th checkpoint."""
         return every_steps(self.disk_bytes_per_s, disk_bytes_per_s)
 
 
 def every_steps(needed_bytes_per_s: float, disk_bytes_per_s: float) -> int:
-    """The smallest ``k`` such that a disk keeps up with every ``k``-th checkpoint, where every one
-    takes so much."""
+    """Return the smallest ``k`` for which a disk keeps up with every ``k``-th checkpoint.
+
+    Args:
+        needed_bytes_per_s: bandwidth that the checkpoint of every step needs.
+    """
     return max(1, math.ceil(needed_bytes_per_s / disk_bytes_per_s))
 
 
@@ -69,21 +72,21 @@ def plan_step(
     exact_s: float | None = None,
     network_bytes_per_s: float | None = None,
 ) -> Planned:
-    """Plans a traced step.
+    """Plan a traced step.
 
     Args:
-        device: whose roofline gives the times of operators; None: as measured.
-        exact_s: look for the best plan of the same chunks, for at most so long. Without a solver
-            the greedy plan stands, and :attr:`Planned.method` says so.
-        network_bytes_per_s: what each rank sends at, for collectives.
+        device: device whose roofline gives the times of operators; None: as measured.
+        exact_s: time limit for the optimal plan of the same chunks. Without a solver the greedy
+            plan is returned, and :attr:`Planned.method` states it.
+        network_bytes_per_s: bandwidth at which each rank sends, for collectives.
 
     Raises:
-        OptionError: a time is known of neither; or the step takes none.
+        OptionError: no times are known, or the step takes no time.
     """
     seconds, times = times_of(trace, device, network_bytes_per_s)
     problem = problem_of(trace, seconds, link_bytes_per_s)
     if not problem.step_s:
-        raise OptionError("nothing in this step takes any time: there is nothing to plan")
+        raise OptionError("no operator of this step takes any time: there is nothing to plan")
     start_s = time.perf_counter()
     found: Schedule | None = None
     infeasible: InfeasibleError | None = None

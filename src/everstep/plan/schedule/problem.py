@@ -1,6 +1,6 @@
-"""A step and what must leave the device while it runs; a plan of that, and what a plan violates.
+"""Data types of the planning problem, and the constraints that a plan must satisfy.
 
-The model is Checkflow's (section III-A), as :mod:`.schedule` says; nothing here plans.
+The model is that of Checkflow, section III-A; see :mod:`.schedule` for it and for the algorithms.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Item:
     """A tensor of the state.
 
     Attributes:
-        update: the operator that first writes to it; the number of operators if none does.
+        update: operator that first writes to it; the number of operators if none does.
     """
 
     name: str
@@ -44,16 +44,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A step, and what must leave the device while it runs.
+    """A step, and the items to offload while it runs.
 
     Attributes:
-        seconds: of each operator.
-        live_bytes: of the step itself while each operator runs.
-        items: what is to be offloaded.
-        link_bytes_per_s: from device to host.
+        seconds: duration of each operator.
+        live_bytes: device memory of the step itself while each operator runs.
+        items: tensors to offload.
+        link_bytes_per_s: bandwidth from device to host.
 
     Raises:
-        OptionError: parts do not fit each other.
+        OptionError: the values are inconsistent.
     """
 
     seconds: tuple[float, ...]
@@ -64,13 +64,15 @@ class Problem:
     def __post_init__(self) -> None:
         count = len(self.seconds)
         if not count or len(self.live_bytes) != count:
-            raise OptionError("a problem needs times and memory of at least one operator")
+            raise OptionError(
+                "a problem needs the time and the memory of each operator, and one at least"
+            )
         if not 0 < self.link_bytes_per_s < math.inf:
             raise OptionError("times and bandwidth must be positive, and finite")
         if any(not 0 <= s < math.inf for s in self.seconds):
             raise OptionError("times and bandwidth must be positive, and finite")
         if any(not 0 <= item.update <= count or item.size_bytes < 0 for item in self.items):
-            raise OptionError("an item is written by an operator that is not there")
+            raise OptionError("an item has a negative size, or is written by a missing operator")
 
     @property
     def size_bytes(self) -> int:
@@ -98,8 +100,8 @@ class Problem:
         return self.size_bytes / usable_s if usable_s else float("inf")
 
     def written_before(self) -> list[int]:
-        """Bytes of items whose first write is by operator ``t`` or before, for each ``t``, and for
-        all of them at last."""
+        """Return for each operator the bytes of items first written by it or before; the last value
+        is that of all items."""
         found = [0] * (len(self.seconds) + 1)
         for item in self.items:
             found[item.update] += item.size_bytes
@@ -110,7 +112,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of an item that leaves in one piece."""
+    """Bytes ``[begin, end)`` of an item, offloaded in one piece."""
 
     item: int
     begin: int
@@ -123,11 +125,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """When a chunk leaves.
+    """The times at which a chunk is duplicated and offloaded.
 
     Attributes:
-        snapshot: behind which operator it is duplicated; None: it leaves as it lies.
-        offload: the operator behind which it leaves.
+        snapshot: operator during which it is duplicated; None: it is offloaded directly.
+        offload: operator during which it is offloaded.
     """
 
     chunk: Chunk
@@ -140,9 +142,9 @@ class Schedule:
     """A plan.
 
     Attributes:
-        peak_bytes: of memory, the step's own included.
-        bound_bytes: no plan of any chunks has a lower peak.
-        chunk_bytes: largest chunk.
+        peak_bytes: maximum device memory, including that of the step itself.
+        bound_bytes: lower bound of the peak, for chunks of any size.
+        chunk_bytes: maximum size of a chunk.
     """
 
     mode: Mode
@@ -158,15 +160,15 @@ class Schedule:
 
 
 def problem_of(trace: StepTrace, seconds: Sequence[float], link_bytes_per_s: float) -> Problem:
-    """The problem of a traced step.
+    """Return the planning problem of a traced step.
 
-    Where the first operator writes to the state, as a model does that begins with a BatchNorm (its
-    count of batches), the step mark stands before it as an operator that takes no time: what is
-    written first is duplicated there, as a running training does. The paper has no place for it
-    (its Eq. 8 skips the first operator).
+    If the first operator writes to the state (as that of a model that begins with a BatchNorm and
+    its counter of batches), the step mark precedes it as an operator that takes no time: the item
+    is duplicated there, as training does. The paper does not cover this (its Eq. 8 skips the first
+    operator).
 
     Args:
-        seconds: of each operator (see :func:`everstep.plan.schedule.devices.seconds_of`).
+        seconds: duration of each operator (:func:`everstep.plan.schedule.devices.seconds_of`).
     """
     marked = any(tensor.first_write == 0 for tensor in trace.state)
     seconds = list(seconds)
@@ -195,24 +197,24 @@ def validate(problem: Problem, plan: Schedule) -> list[str]:
         carried[place.offload] += place.chunk.size_bytes
         if place.snapshot is None:
             if plan.mode == "paper" or place.offload >= item.update:
-                found.append(f"{item.name}: leaves as it lies, after it was written")
+                found.append(f"{item.name}: offloaded without a snapshot after its first write")
         elif not 0 <= place.snapshot < min(item.update, place.offload):
-            found.append(f"{item.name}: its snapshot comes too late")
+            found.append(f"{item.name}: its snapshot is too late")
     for number, size in enumerate(carried):
         if size > problem.link_bytes_per_s * problem.seconds[number]:
-            found.append(f"operator {number}: the link is asked for more than it moves")
+            found.append(f"operator {number}: more bytes than the link moves")
     for number, item in enumerate(problem.items):
         position = 0
         for begin, end in sorted(covered.get(number, [])):
             if begin != position:
-                found.append(f"{item.name}: byte {position} leaves not once")
+                found.append(f"{item.name}: byte {position} is not offloaded exactly once")
             position = end
         if position != item.size_bytes:
-            found.append(f"{item.name}: not all of it leaves")
+            found.append(f"{item.name}: not offloaded completely")
     if peak_of(problem, plan.placements) != plan.peak_bytes:
-        found.append("the peak is not as stated")
+        found.append("the peak is not the stated one")
     if plan.bound_bytes > plan.peak_bytes:
-        found.append("the peak is below what is said to be its bound")
+        found.append("the peak is below its stated bound")
     if any(place.chunk.size_bytes > plan.chunk_bytes for place in plan.placements):
         found.append("a chunk is larger than stated")
     return found
@@ -229,7 +231,7 @@ def _unreadable(problem: Problem, plan: Schedule) -> list[str]:
             name = problem.items[chunk.item].name
             found.append(f"{name}: it has no bytes {chunk.begin} to {chunk.end}")
         if not 0 <= place.offload < len(problem.seconds):
-            found.append(f"there is no operator {place.offload} to leave behind")
+            found.append(f"there is no operator {place.offload}")
     return found
 
 

@@ -1,8 +1,8 @@
-"""Sees every operator of a step: what it reads, writes, makes, and what is freed behind it.
+"""Records every operator of a step: the memory that it reads, writes, allocates and frees.
 
-A dispatch mode, below autograd and autocast and above the kernels: casts, collectives and the
-operators of backward pass it like any other. Memory is followed by weak references to storages.
-It costs tens of microseconds for every operator: for planning, never in production.
+The recorder is a dispatch mode, below autograd and autocast and above the kernels: casts,
+collectives and the operators of backward pass it like any other. Memory is followed by weak
+references to storages. It costs tens of microseconds per operator, so it serves planning only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from everstep.plan.schedule.steps import WAIT, Kind, Operator, Phase, Traced
 
 __all__ = ["Look", "Recorder", "address_of", "parts_of"]
 
-# These write to arguments that their schemas do not mark.
+# Operators that write to arguments which their schemas do not mark as written.
 _UNMARKED_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
@@ -34,7 +34,7 @@ _UNMARKED_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
     "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
 }
-# Nor do collectives.
+# The schemas of collectives mark none of the arguments that they write to.
 _COLLECTIVE = "c10d::"
 _COLLECTIVE_WRITES = (
     *("tensors", "output", "outputs", "output_lists", "output_tensor", "output_tensors"),
@@ -45,20 +45,24 @@ _FRAMES_MAX = 60
 
 
 class Look(Protocol):
-    """Looks at a real step while it is traced; for checks against what has really changed."""
+    """Observer of a real step while it is traced, for comparison with real changes of the state."""
 
     def begin(self) -> None:
-        """The step begins."""
+        """Prepare for the first operator."""
 
-    def behind(self, number: int, operator: Operator, written: frozenset[str]) -> None:
-        """Operator ``number`` has run; ``written``: what it wrote of the state, by name."""
+    def after(self, number: int, operator: Operator, written: frozenset[str]) -> None:
+        """Examine the state after operator ``number``.
+
+        Args:
+            written: names of the state tensors that the operator wrote.
+        """
 
 
 @dataclass(slots=True)
 class _Seen:
     traced: Traced
     alive: weakref.ref[Any]
-    reduced: int | None = None  # the collective that has not been waited for
+    reduced: int | None = None  # number of the collective on it that is still running
 
 
 @dataclass(slots=True)
@@ -68,16 +72,16 @@ class _Steps:
 
 
 class Recorder(TorchDispatchMode):
-    """One step.
+    """Recorder of one step.
 
     Args:
-        model: names modules and says which device it is.
+        model: the model, for the names of its modules and its device.
         timed: measure each operator by itself (not on the meta device).
 
     Attributes:
-        device: of the model.
-        dry: whether its tensors have no data.
-        entered: the operator that was called last, as ``"aten::mm"``.
+        device: device of the model.
+        dry: True if its tensors have no data.
+        entered: operator that was called last, as ``"aten::mm"``.
     """
 
     def __init__(self, model: nn.Module, *, timed: bool = False, look: Look | None = None) -> None:
@@ -98,7 +102,11 @@ class Recorder(TorchDispatchMode):
         self._phase = phase
 
     def begin(self, state: Iterable[tuple[Kind, str, Tensor]]) -> None:
-        """Start recording operators. ``state``: tensors that exist before the step."""
+        """Start to record operators.
+
+        Args:
+            state: tensors that exist before the step.
+        """
         self._steps = _Steps()
         for kind, name, tensor in state:
             for part in parts_of(tensor):
@@ -107,7 +115,7 @@ class Recorder(TorchDispatchMode):
             self._look.begin()
 
     def gradients(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients as backward has left them."""
+        """Mark the gradients that backward has left as gradients."""
         for parameter in parameters:
             if parameter.grad is None or self._steps is None:
                 continue
@@ -117,9 +125,8 @@ class Recorder(TorchDispatchMode):
                     seen.traced.kind = "gradient"
 
     def moved(self, state: Iterable[tuple[Kind, str, Tensor]]) -> list[str]:
-        """Return names of state tensors that have moved although their old memory is still there,
-        unwritten.
-        """
+        """Return names of state tensors that have moved to other memory during the step, although
+        their old memory still exists and was not written."""
         found = []
         for kind, name, tensor in state:
             for part in parts_of(tensor):
@@ -131,7 +138,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def collective(self, name: str, tensors: Sequence[Tensor], ranks: int) -> None:
-        """One was launched that no dispatcher has seen (see :mod:`.parallel`)."""
+        """Record a collective that does not pass the dispatcher (see :mod:`.parallel`)."""
         if self._steps is not None:
             self._record_collective(name, tensors, tensors, ranks, None)
 
@@ -147,14 +154,15 @@ class Recorder(TorchDispatchMode):
         return tuple(steps.operators), tensors
 
     def _recorded(self) -> _Steps:
-        assert self._steps is not None, "not begun"
+        assert self._steps is not None, "begin() was not called"
         return self._steps
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of tensors: what it does with them is seen
+            # A subclass that consists of tensors: the operators that it runs on those are recorded.
+            return NotImplemented
         kwargs = kwargs or {}
         name = func._schema.name
         self.entered = name
@@ -174,7 +182,7 @@ class Recorder(TorchDispatchMode):
             number = self._record_collective(name, read, written, _ranks_of(args), seconds)
             if self._look is not None:
                 operator = self._steps.operators[number]
-                self._look.behind(number, operator, self._names(written))
+                self._look.after(number, operator, self._names(written))
             return out
         seconds = self._now_s() - start_s if self._timed else None
         self._record(func, args, kwargs, out, seconds)
@@ -190,8 +198,8 @@ class Recorder(TorchDispatchMode):
         known = {address_of(x) for x in inputs}
         made = [x for x in outputs if address_of(x) not in {*known, *self._live}]
         if not made and not written and all(address_of(x) in known for x in outputs):
-            return  # a view, or a question
-        for tensor in inputs:  # of a batch, made before the step
+            return  # a view, or a query of metadata
+        for tensor in inputs:  # tensors of the batch exist before the step
             self._note(tensor, "activation", "", begin=-1)
         self._wait_for(inputs)
         number = len(steps.operators)
@@ -212,7 +220,7 @@ class Recorder(TorchDispatchMode):
         )
         steps.operators.append(operator)
         if self._look is not None:
-            self._look.behind(number, operator, self._names(written))
+            self._look.after(number, operator, self._names(written))
 
     def _record_collective(
         self,
@@ -222,7 +230,7 @@ class Recorder(TorchDispatchMode):
         ranks: int,
         seconds: float | None,
     ) -> int:
-        """Launches it; whoever touches its tensors waits for it."""
+        """Record the launch of a collective; the next operator on its tensors waits for it."""
         steps = self._recorded()
         for tensor in tensors:
             self._note(tensor, "activation", "", begin=-1)
@@ -275,7 +283,8 @@ class Recorder(TorchDispatchMode):
                 return
             traced.end = max(traced.begin, len(steps.operators) - 1)
             if traced.checkpointed and traced.first_write is None:
-                traced.first_write = traced.end + 1  # another takes its place in the state
+                # Other memory takes its place in the state: from then on this copy would be stale.
+                traced.first_write = traced.end + 1
 
         self._live[address] = _Seen(traced, weakref.ref(storage, freed))
 
@@ -313,7 +322,7 @@ class Recorder(TorchDispatchMode):
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that one consists of: itself, mostly."""
+    """Yield the plain tensors that a tensor consists of: mostly the tensor itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from parts_of(getattr(tensor, name))
@@ -326,7 +335,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Of its storage: views have the same."""
+    """Return the address of a tensor's storage, which its views share."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -341,12 +350,12 @@ def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """That an operator touches of it: expanded elements lie in one place."""
+    """Return the bytes that an operator reads or writes of it: expanded elements share memory."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The arguments that an operator writes to: those that its schema marks."""
+    """Yield the arguments that an operator writes to: those that its schema marks, and others."""
     name = func._schema.name
     unmarked = _UNMARKED_WRITES.get(name, ())
     if name.startswith(_COLLECTIVE) and not name.startswith(_COLLECTIVE_READS):
@@ -362,8 +371,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     packet = func._overloadpacket
     if packet is torch.ops.aten.convolution_backward:
-        # Each of the two gradients is as much work as the forward pass; torch's own count
-        # overlooks groups.
+        # Each of the two gradients takes as many operations as the forward pass. torch's own count
+        # ignores groups.
         gradient, _, weight, _, _, _, _, transposed, _, _, wanted = args
         out_channels: int = weight.shape[1 if transposed else 0]
         each: int = 2 * gradient.numel() * weight.numel() // out_channels
@@ -373,8 +382,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 
 
 def _sent(name: str, ranks: int) -> float:
-    """Bytes that each rank sends for one byte of the result, at least (rings; Patarasuk and Yuan,
-    JPDC 2009)."""
+    """Return the minimum bytes that each rank sends per byte of the result, with ring algorithms
+    (Patarasuk and Yuan, JPDC 2009)."""
     if "reduce_scatter" in name:
         return ranks - 1
     share = (ranks - 1) / ranks
@@ -382,7 +391,7 @@ def _sent(name: str, ranks: int) -> float:
 
 
 def _ranks_of(args: tuple[Any, ...]) -> int:
-    """Size of the group that a collective is given."""
+    """Return the size of the process group among a collective's arguments."""
     from torch import distributed
 
     for value in args:
@@ -392,7 +401,7 @@ def _ranks_of(args: tuple[Any, ...]) -> int:
 
 
 def _work_of(out: Any) -> Any:
-    """Objects that can be waited for."""
+    """Return the ``Work`` object among a collective's results; None: there is none."""
     from torch import distributed
 
     for value in out if isinstance(out, tuple | list) else (out,):

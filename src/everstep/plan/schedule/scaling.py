@@ -1,9 +1,9 @@
-"""Training with a ``GradScaler``, as a plan sees it: every step updates.
+"""A ``GradScaler`` for tracing, which never skips an update.
 
-The scaler multiplies the loss, divides the gradients (``unscale_``), looks for infinities among
-them (``found_inf``), and leaves out updates that would have used them. A step that updates nothing
-has no deadline that one which does has not, so a plan is made of a step that updates; and whether
-one does is a question to data, of which the meta device has none.
+A scaler multiplies the loss, divides the gradients (``unscale_``), looks for infinities among them
+(``found_inf``), and skips updates that would use them. A step with an update has all deadlines of a
+step without, so a plan is made for a step with one. The decision depends on data, which the meta
+device does not have.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["UpdatingScaler"]
 
 
 class UpdatingScaler(GradScaler):
-    """A ``GradScaler`` that leaves no update out, for tracing.
+    """A ``GradScaler`` that never skips an update.
 
-    It runs the operators that torch's own runs in a step that updates, in their order; the scale is
-    1, so that a real step stays finite.
+    It runs the operators of torch's own scaler in a step with an update, in the same order. The
+    scale is 1, so that a real step stays finite.
 
     Args:
         device: type of the device, like ``"cuda"``.
@@ -35,7 +35,7 @@ class UpdatingScaler(GradScaler):
     ) -> float | None:
         for found_inf in optimizer_state["found_inf_per_device"].values():
             if not _without_data(found_inf):
-                found_inf.item()  # a device is waited for here, which takes its time
+                found_inf.item()  # torch synchronizes with the device here, so the trace does, too
         loss: float | None = optimizer.step(*args, **kwargs)
         return loss
 

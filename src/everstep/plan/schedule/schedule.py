@@ -1,23 +1,31 @@
-"""When each tensor of the state leaves the device, so that the peak of memory stays low.
+"""Schedules that copy each tensor of the state to the host while a step runs, at a low memory peak.
 
-Checkflow section III-A as a problem over the operators of one step (0-based): item ``e`` of ``n_e``
-bytes is first written by operator ``u_e``. A *snapshot* of it is made before that, and kept until
-it has been *offloaded*, whole, behind one operator ``s``, which carries at most what the link moves
-while it runs (Eq. 9). The peak counts the step's own memory and all snapshots (Eq. 10).
+The problem is that of Checkflow, section III-A, over the operators of one step (0-based). Item
+``e`` of ``n_e`` bytes is first written by operator ``u_e``. A *snapshot*, a duplicate on the
+device, is made before that, and is kept until the item has been *offloaded* to the host. All of it
+is offloaded while one operator ``s`` runs, and the bytes offloaded during an operator are at most
+the link's bandwidth times the operator's duration (Eq. 9). The peak is the maximum of the step's
+own memory and all snapshots (Eq. 10).
 
-``mode="paper"``: what is offloaded at ``s`` is a snapshot made at ``s - 1`` or before (Eq. 7), so
-it takes memory from ``c = min(u, s) - 1`` to ``s``; a later creation is never worse, so there is
-nothing else to choose. ``mode="direct"``: a tensor is offloaded as it lies as long as nothing has
-written to it; only what leaves later needs a snapshot, from ``u - 1`` to ``s``. The paper has no
-such case.
+``mode="paper"``: only snapshots are offloaded, and a snapshot that is offloaded at ``s`` was made
+at ``s - 1`` or before (Eq. 7). It takes memory from ``c = min(u, s) - 1`` to ``s``; an earlier
+creation is never better, so ``c`` needs no decision. ``mode="direct"``: before its first write a
+tensor is offloaded directly; only one that is offloaded later needs a snapshot, from ``u - 1`` to
+``s``. The paper does not have this case.
 
-What is put right: nothing can be offloaded at the first operator (Eq. 7 begins at the second), nor
-be snapshotted before it if that is what writes (Eq. 8 skips it; :func:`.problem_of` puts the step
-mark before it); chunks are refined until the peak meets the bound of divisible items, or no longer
-falls (Algorithm 1 can split for ever); not every step can be split until it fits: the link may be
-too slow (its own Table I). Algorithm 1's memory limit is in no equation: the peak is minimised, and
-whoever has a limit compares. What is left as in the paper: making a snapshot takes no time, and a
-plan is one step's, with nothing on its way from the one before.
+Corrections to the paper:
+
+- Nothing is offloaded at the first operator (Eq. 7 begins at the second), and an item that the
+  first operator writes cannot be snapshotted in time (Eq. 8 skips it). :func:`.problem_of` puts
+  the step mark before such an operator.
+- Chunks are refined until the peak meets the bound of divisible items, or no longer falls
+  (Algorithm 1 may split without end).
+- A step may be infeasible, however small the chunks: the link is too slow (as in the paper's
+  Table I).
+- The memory limit of Algorithm 1 is in none of the equations: the peak is minimised, and the
+  caller compares it with a limit.
+
+As in the paper, a snapshot takes no time, and a plan begins with an idle link.
 """
 
 from __future__ import annotations
@@ -60,21 +68,22 @@ __all__ = [
 
 _CHUNKS_BYTES = (4 << 20, 1 << 20, 256 << 10, 64 << 10, 16 << 10, 4 << 10, 1 << 10)
 _LARGE_BYTES = 16 << 10
-_CHUNKS_MAX = 1 << 16  # of less than that, so that a plan stays short
-_MET = 1.005  # of the bound: refining further is not worth the time
+_CHUNKS_MAX = 1 << 16  # number of chunks smaller than _LARGE_BYTES, so that a plan stays short
+_MET = 1.005  # peak relative to the bound below which chunks are not refined further
 _LINK_BYTES_PER_S_MAX = 1e18
-_CLOSE = 1e-4  # of the bound: bisecting further is not
+_CLOSE = 1e-4  # difference relative to the bound at which bisection ends
 
 
 def bound(problem: Problem, mode: Mode) -> int:
-    """The lowest peak of divisible items; no chunks have a lower one.
+    """Return the lowest peak of divisible items; no chunks have a lower one.
 
-    All items are there from the beginning, so one order is best at every operator at once, and what
-    has left in total is all that matters. ``direct``: in closed form. ``paper``: for a given peak
-    the most that can have left, operator by operator; then bisection.
+    All items exist from the beginning of the step. So one order, by first write, is best at every
+    operator, and only the total of offloaded bytes matters. With ``"direct"`` the bound has a
+    closed form; with ``"paper"`` it is found by bisection over the peak, where each trial computes
+    the maximum bytes that can be offloaded by the end of each operator.
 
     Raises:
-        InfeasibleError: the link is too slow; with the bandwidth that would be needed.
+        InfeasibleError: the link is too slow; the error has the bandwidth that suffices.
     """
     _check(problem, mode)
     written = problem.written_before()
@@ -85,7 +94,8 @@ def bound(problem: Problem, mode: Mode) -> int:
             late = written[number]
             soon = written[number + 1]
             kept = max(0, late - left)
-            # What the next operator writes goes first: late ones take memory here all the same.
+            # Items that the next operator writes are offloaded first. Items that were written
+            # before take memory here in any order.
             duplicated = max(0, soon - max(late, left) - capacities[number])
             peak = max(peak, live + kept + duplicated)
             left = min(problem.size_bytes, left + capacities[number])
@@ -108,7 +118,7 @@ def _check(problem: Problem, mode: Mode) -> None:
     first = [item.name for item in problem.items if item.update == 0 and item.size_bytes]
     if first:
         raise InfeasibleError(
-            f"the first operator of the step writes {first[0]!r}: there is no time to save it",
+            f"the first operator of the step writes {first[0]!r}: there is no time to copy it",
             quantity="link_bytes_per_s",
             needed=float("inf"),
         )
@@ -119,20 +129,21 @@ def _check(problem: Problem, mode: Mode) -> None:
 
 def _too_slow(problem: Problem, needed: float, what: str = "") -> InfeasibleError:
     return InfeasibleError(
-        f"{problem.size_bytes / 1e9:.3g} GB{what} do not leave within a step of "
+        f"{problem.size_bytes / 1e9:.3g} GB{what} cannot be copied within a step of "
         f"{problem.step_s * 1e3:.3g} ms at {problem.link_bytes_per_s / 1e9:.3g} GB/s: "
-        f"that takes {_gb_up(needed)} GB/s",
+        f"that needs {_gb_up(needed)} GB/s",
         quantity="link_bytes_per_s",
         needed=needed,
     )
 
 
 def _fits(problem: Problem, written: list[int], capacities: list[int], peak: int) -> bool:
-    """Return True if divisible items leave below a peak, each snapshot made one operator ahead.
+    """Return True if divisible items can be offloaded below a peak in the paper's mode.
 
     With ``Y_t`` bytes offloaded by the end of operator ``t``, snapshots at ``t`` take
-    ``max(Y_{t+1}, W_{t+1}) - Y_{t-1}``, where ``W`` are those that must have been made. Each bound
-    on ``Y_t`` grows with the previous ones, so taking the most at each operator is best.
+    ``max(Y_{t+1}, W_{t+1}) - Y_{t-1}``, where ``W_t`` bytes are first written by operator ``t`` or
+    before. Each upper bound on ``Y_t`` grows with the previous ones, so it is best to offload the
+    maximum at each operator.
     """
     before = earlier = 0  # Y_{t-1}, Y_{t-2}
     room_before = peak
@@ -154,11 +165,12 @@ def _fits(problem: Problem, written: list[int], capacities: list[int], peak: int
 
 @dataclass(slots=True)
 class Group:
-    """Chunks of one size and one deadline: which of them leaves first makes no difference.
+    """Chunks of one size and one deadline, which are interchangeable.
 
     Attributes:
-        count: of them.
-        runs: neighbours in one item: item, first byte, and how many.
+        update: operator that first writes to them.
+        count: number of chunks.
+        runs: consecutive chunks of one item: item, first byte, number of chunks.
     """
 
     update: int
@@ -167,12 +179,12 @@ class Group:
     runs: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, item: int, begin: int, count: int) -> None:
-        """So many more, one behind the other."""
+        """Add ``count`` consecutive chunks of an item that start at byte ``begin``."""
         self.count += count
         self.runs.append((item, begin, count))
 
     def chunks(self) -> list[Chunk]:
-        """All of them, in the order of items."""
+        """Return all chunks, in the order of items."""
         size = self.size_bytes
         return [
             Chunk(item, begin, begin + size)
@@ -182,13 +194,13 @@ class Group:
 
 
 def greedy(problem: Problem, mode: Mode, chunk_bytes: int) -> Schedule | None:
-    """The earliest deadline first, first fit, at the lowest peak at which that succeeds.
+    """Return a plan by earliest deadline first and first fit, at the lowest peak that succeeds.
 
     Args:
-        chunk_bytes: largest chunk.
+        chunk_bytes: maximum size of a chunk.
 
     Returns:
-        None if these chunks do not fit behind the operators.
+        None if these chunks cannot all be offloaded within the step.
     """
     low = lowest = bound(problem, mode)
     high = problem.peak_bytes + problem.size_bytes
@@ -216,10 +228,10 @@ def greedy(problem: Problem, mode: Mode, chunk_bytes: int) -> Schedule | None:
 
 
 def schedule(problem: Problem, mode: Mode) -> Schedule:
-    """A plan, with chunks as large as they may be for a peak at the bound.
+    """Return a plan with the largest chunks whose peak meets the bound.
 
     Raises:
-        InfeasibleError: the link is too slow; with the bandwidth that would be needed.
+        InfeasibleError: the link is too slow; the error has the bandwidth that suffices.
     """
     sizes_bytes = _sizes_bytes(problem)
     least_bytes = sizes_bytes[-1]
@@ -245,7 +257,7 @@ def schedule(problem: Problem, mode: Mode) -> Schedule:
 
 
 def _sizes_bytes(problem: Problem) -> list[int]:
-    """Of chunks, falling: small ones where they are not too many."""
+    """Return chunk sizes to try, in descending order; small ones only if they are not too many."""
     least_bytes = min(_LARGE_BYTES, problem.size_bytes // _CHUNKS_MAX)
     return [chunk_bytes for chunk_bytes in _CHUNKS_BYTES if chunk_bytes >= least_bytes]
 
@@ -262,7 +274,7 @@ def _fit_somehow(problem: Problem, mode: Mode, groups: list[Group]) -> bool:
 
 
 def _least(problem: Problem, enough: Callable[[Problem], bool]) -> float:
-    """The least bandwidth that is enough, at most 0.1 % too high; infinity if none is."""
+    """Return the lowest bandwidth that suffices, at most 0.1 % too high; infinity if none does."""
 
     def fits(link_bytes_per_s: float) -> bool:
         return enough(replace(problem, link_bytes_per_s=link_bytes_per_s))
@@ -280,7 +292,7 @@ def _least(problem: Problem, enough: Callable[[Problem], bool]) -> float:
 
 
 def _gb_up(bytes_per_s: float) -> str:
-    """In GB/s, three digits, rounded up: what is said to be enough is."""
+    """Return the number of GB/s with three digits, rounded up so that it suffices."""
     if not 0 < bytes_per_s < float("inf"):
         return str(bytes_per_s / 1e9)
     unit = 10.0 ** (math.floor(math.log10(bytes_per_s)) - 2)
@@ -288,7 +300,7 @@ def _gb_up(bytes_per_s: float) -> str:
 
 
 def groups_of(problem: Problem, chunk_bytes: int) -> list[Group]:
-    """All chunks, the earliest deadline first, and of equals the largest."""
+    """Return all chunks, earliest deadline first, then largest first."""
     found: dict[tuple[int, int], Group] = {}
     for number, item in enumerate(problem.items):
         count, rest = divmod(item.size_bytes, chunk_bytes)
@@ -301,7 +313,7 @@ def groups_of(problem: Problem, chunk_bytes: int) -> list[Group]:
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """Chunks ``[begin, end)`` of a group, behind one operator."""
+    """Chunks ``[begin, end)`` of a group that are offloaded during one operator."""
 
     group: Group
     begin: int
@@ -312,7 +324,7 @@ class _Leaving:
 
 @dataclass(slots=True)
 class _Rest:
-    """Chunks of a group that have not left."""
+    """Chunks of a group that are not offloaded yet."""
 
     group: Group
     update: int
@@ -321,7 +333,7 @@ class _Rest:
 
 
 class _Greedy:
-    """One pass over the operators, below a given peak."""
+    """One pass over the operators that keeps memory below a given peak."""
 
     def __init__(self, problem: Problem, mode: Mode, groups: list[Group], peak: int) -> None:
         self._paper = mode == "paper"
@@ -330,7 +342,7 @@ class _Greedy:
         self._capacities = problem.capacities(mode)
         self._rests = [_Rest(g, g.update, g.size_bytes, g.count) for g in groups]
         self._least = min((group.size_bytes for group in groups), default=0)
-        self._late = 0  # bytes of snapshots that were made and have not left
+        self._late = 0  # bytes of snapshots that were made and are not offloaded
         self._leaving: list[_Leaving] = []
 
     def run(self) -> list[_Leaving] | None:
@@ -342,7 +354,7 @@ class _Greedy:
         for number, live in enumerate(self._live):
             new = forced.get(number, ())
             room = self._peak - live - self._late
-            # In the paper's mode they are duplicated now, whether they leave now or later.
+            # In the paper's mode they are duplicated now, even if they are offloaded now.
             room -= sum(rest.count * rest.size_bytes for rest in new) if self._paper else 0
             if room < 0:
                 return None
@@ -357,7 +369,7 @@ class _Greedy:
         return self._leaving if done else None
 
     def _offload(self, number: int, room_before: int, room: int) -> int:
-        """Fills the link behind an operator; returns the memory that is left at it."""
+        """Offload as much as the link moves during an operator; return the memory left at it."""
         capacity = self._capacities[number]
         least = self._least
         paper = self._paper

@@ -1,7 +1,7 @@
-"""A training step as a plan sees it: operators in the order in which they run, and all memory.
+"""Data types of a traced step: its operators in order, and the lifetime of all memory.
 
-The input of a capture plan (Checkflow section III-A): the bytes and the life of every tensor, and
-for what is checkpointed the operator that first writes to it, its deadline.
+This is the input of a capture plan (Checkflow section III-A): bytes and lifetime of every tensor,
+and the deadline of each tensor of the state, which is the operator that first writes to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Phase = Literal["forward", "backward", "update"]
 Kind = Literal["parameter", "state", "buffer", "gradient", "activation"]
 
 WAIT = "c10d::wait"
-"""Name of the operator that stands where a collective is waited for."""
+"""Name of the operator that stands for the wait for a collective."""
 
 _CHECKPOINTED = ("parameter", "state", "buffer")
 
@@ -29,16 +29,17 @@ class Operator:
     """One operator of the step.
 
     Attributes:
-        name: like ``"aten::mm"``.
-        flops: floating-point operations, a multiplication and an addition being two; 0 for what
-            is bound by memory.
-        moved_bytes: read and written.
-        dtype: of what it computes.
-        seconds: as measured; None on the meta device.
-        shapes: of its inputs and outputs.
-        module: in whose forward it runs, if that is known.
-        sent_bytes: by each rank, of a collective. It runs beside the operators that follow.
-        waits_for: number of a collective that must have ended here.
+        name: name, like ``"aten::mm"``.
+        flops: floating-point operations, where a multiplication and an addition are two; 0 for
+            operators that are bound by memory.
+        moved_bytes: bytes read and written.
+        dtype: dtype of its result.
+        seconds: measured duration; None on the meta device.
+        shapes: shapes of its inputs and outputs.
+        module: module in whose forward it runs, if known.
+        sent_bytes: of a collective, bytes that each rank sends. It runs beside the operators that
+            follow.
+        waits_for: number of the collective whose end it waits for.
     """
 
     name: str
@@ -63,13 +64,12 @@ class Traced:
     """One piece of memory (a storage: views share it).
 
     Attributes:
-        names: of what is checkpointed, as in the state; of anything else none. More than one if
-            more than one entry lies in it.
-        begin: number of the operator that makes it; -1 if it is there before the step.
-        end: number of the last operator before it is freed; that of the last one of all if it
+        names: names of the state's tensors in it; empty for other memory.
+        begin: number of the operator that allocates it; -1 if it exists before the step.
+        end: number of the last operator before it is freed; the last one of the step if it
             survives the step.
-        first_write: number of the first operator that writes to it, after ``begin``; None if
-            none does. The end of memory that another takes the place of counts as a write.
+        first_write: number of the first operator after ``begin`` that writes to it; None if none
+            does. If other memory takes its place in the state, its end counts as a write.
     """
 
     kind: Kind
@@ -81,7 +81,7 @@ class Traced:
 
     @property
     def name(self) -> str:
-        """The first of its names, or ``""``."""
+        """Its first name, or ``""``."""
         return self.names[0] if self.names else ""
 
     @property
@@ -92,14 +92,14 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One step.
+    """Trace of one step.
 
     Attributes:
-        operators: in the order in which they run.
+        operators: operators in the order in which they run.
         tensors: all memory that lives during the step.
-        device: where it was traced.
-        step_s: seconds of a whole step that nobody looked at; None on the meta device.
-        notes: what to know about it, for people.
+        device: device on which it was traced.
+        step_s: duration of an unobserved step; None on the meta device.
+        notes: remarks for the user.
     """
 
     operators: tuple[Operator, ...]
@@ -110,8 +110,7 @@ class StepTrace:
 
     @property
     def signature(self) -> str:
-        """Digest of the sequence of operators, their shapes, and the tensors: two steps with the
-        same one can follow the same plan."""
+        """Digest of operators, shapes and tensors: steps with the same signature fit one plan."""
         digest = xxhash.xxh3_128()
         for operator in self.operators:
             digest.update(repr(replace(operator, seconds=None)).encode())
@@ -157,5 +156,5 @@ def difference(first: StepTrace, second: StepTrace) -> str | None:
             known = one or other
             assert known is not None
             what = repr(known.name) if known.name else f"one of {known.size_bytes} bytes"
-            return f"a tensor has another life: {what} of operator {known.begin}"
+            return f"a tensor has another lifetime: {what} of operator {known.begin}"
     return None

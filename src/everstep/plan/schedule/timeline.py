@@ -1,15 +1,15 @@
-"""A capture plan from what a step shows while it runs: events, and the seconds between them.
+"""Capture plans from the events of a running step, and the seconds between them.
 
-In production no operators are seen, and no tensor's life: only *events* (a module begins, a
-gradient is there, an optimizer is about to update), numbered from the step mark, event 0. The time
-from one event to the next is an operator of :class:`.schedule.Problem`. What leaves the device is
-divisible but for tensors that do not lie as they are stored, so the fluid plan itself is carried
-out: at each interval the link is filled, first with what the next update would overwrite, then the
-earliest deadline first. It needs as few duplicates as any plan does (:func:`.schedule.bound`,
-Checkflow section III-A with tensors that leave as they lie).
+In production, training is not traced, so operators and lifetimes of tensors are unknown. There are
+only *events* (a module begins, a gradient exists, an optimizer is about to update), numbered from
+the step mark, event 0. The time from one event to the next takes the place of an operator in
+:class:`.problem.Problem`. Tensors are divisible, except for those whose memory differs from their
+form in the file. So the plan for divisible items is used itself: each interval of the step fills
+the link, first with items that the next update overwrites, then earliest deadline first. No plan
+needs fewer duplicates (:func:`.schedule.bound`; Checkflow section III-A in the direct mode).
 
-A link that is too slow makes training wait. The plan then is that of a step that is longer by the
-missing time, in front of its first update; how long each update waits is predicted.
+If the link is too slow, training waits. The plan is then that of a step that is longer by the
+missing time before its first update, and the wait of each update is predicted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from everstep.plan.schedule.schedule import Chunk, Item, Placement, Problem
 
 __all__ = ["Departure", "Leaving", "StepPlan", "place", "plan_departures"]
 
-_INTERVALS = 32  # of a step, about: each is a place where copies may be issued
-_UNIT_BYTES = (512, 64 << 10)  # of the cuts through what leaves: least and most
-_UNITS = 4096  # in a step, about
+_INTERVALS = 32  # approximate number in a step; copies are issued at their beginnings
+_UNIT_BYTES = (512, 64 << 10)  # slices are multiples of a unit: its minimum and maximum
+_UNITS = 4096  # approximate number that the link moves in a step
 _STRETCHES = 8
 
 
@@ -140,9 +140,10 @@ def plan_departures(
 
 
 def place(problem: Problem) -> tuple[list[Placement], int]:
-    """The fluid plan, in the order of the link, and the bytes that do not fit into the step.
+    """Return the plan for divisible items, in the order of the copies, and the bytes that do not
+    fit into the step.
 
-    What leaves late was duplicated before its update (``snapshot``).
+    Items that are copied after their update are duplicated before it (``snapshot``).
     """
     items = problem.items
     capacities = problem.capacities("direct")
@@ -152,7 +153,7 @@ def place(problem: Problem) -> tuple[list[Placement], int]:
     for number in order:
         due[items[number].update].append(number)
     gone = [0] * len(items)
-    first = 0  # whatever is before it in the order has gone
+    first = 0  # items before this one in the order are copied completely
     found: list[Placement] = []
     for interval, room in enumerate(capacities):
         for number in chain(due.get(interval + 1, ()), islice(order, first, None)):
@@ -193,7 +194,7 @@ def _unit_bytes(capacity: int) -> int:
 
 
 def _stretched(problem: Problem) -> tuple[Problem, list[Placement]]:
-    """The problem with as much time before its first update as it takes, and its plan."""
+    """Return the problem with as much time before its first update as it needs, and its plan."""
     placements, left = place(problem)
     first = min((item.update for item in problem.items if item.size_bytes), default=1)
     for _ in range(_STRETCHES):
@@ -203,7 +204,7 @@ def _stretched(problem: Problem) -> tuple[Problem, list[Placement]]:
         lengths[first - 1] += left / problem.link_bytes_per_s
         problem = replace(problem, seconds=tuple(lengths))
         placements, left = place(problem)
-    if left:  # by the rest of a cut in each interval: it leaves behind the step
+    if left:  # rounding to units in each interval leaves a rest, which is copied after the step
         placements += _rest(problem, placements)
     return problem, placements
 
@@ -232,8 +233,12 @@ def _departures(
     *,
     duplicates: bool,
 ) -> list[Departure]:
-    """Placements as copies: neighbours in one; what cannot be cut is late as a whole."""
-    whole: dict[int, Placement] = {}  # by item, the one that decides
+    """Turn placements into copies.
+
+    Adjacent slices become one copy. An item that is not divisible is copied at one time, and late
+    if a slice of it would be late.
+    """
+    whole: dict[int, Placement] = {}  # by item, the placement that gives the time
     for placement in placements:
         number = placement.chunk.item
         if not leaving[number].divisible:
@@ -250,7 +255,7 @@ def _departures(
             if placement is not whole[number]:
                 continue
             chunk = Chunk(number, 0, items[number].size_bytes)
-        if late and not duplicates:  # at the last moment, and the update waits
+        if late and not duplicates:  # copied at the last moment, and the update waits
             late = False
             interval = min(items[number].update, intervals) - 1
         last = found[-1] if found else None

@@ -1,8 +1,8 @@
 """Trace of one training step, operator by operator: lifetimes of tensors, and writes to them.
 
-Any model, optimizer and loss in plain Python can be traced, on the meta device without memory or
-computation, or for real, then with measured times. Tracers of programs (symbolic_trace, make_fx,
-torch.export) each fail on some models; a dispatch mode sees what runs (:mod:`.recorder`).
+Any model, optimizer and loss in plain Python can be traced: on the meta device without memory or
+computation, or on a real device with measured times. Tracers of programs (symbolic_trace, make_fx,
+torch.export) each fail on some models; a dispatch mode sees every operator (:mod:`.recorder`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,22 @@ __all__ = [
 
 
 class Parallel(Protocol):
-    """Work of several ranks between the operators of one (:class:`.parallel.Buckets`)."""
+    """Collectives among the operators of one rank's step (:class:`.parallel.Buckets`)."""
 
     warm_up_steps: int
 
     def attach(self, launch: Callable[[str, Sequence[Tensor], int], None]) -> Callable[[], None]:
-        """Hooks in; ``launch`` takes name, tensors and ranks. Returns how to end it."""
+        """Register the hooks.
+
+        Args:
+            launch: called for each collective with its name, its tensors and the number of ranks.
+
+        Returns:
+            A function that removes the hooks.
+        """
 
     def forward(self) -> None:
-        """Forward begins."""
+        """Issue the collectives at the beginning of forward."""
 
 
 def trace_training(
@@ -59,31 +66,33 @@ def trace_training(
     parallel: Parallel | None = None,
     scaler: GradScaler | None = None,
 ) -> StepTrace:
-    """Traces one step: ``loss().backward()``, ``optimizer.step()``.
+    """Trace one step: ``loss().backward()``, ``optimizer.step()``.
 
-    Steps are taken first without looking: one, which makes optimizer state that does not exist yet,
-    or two where DistributedDataParallel orders its buckets in the second. Gradients are set to None
-    before each. All are real steps of the model and the optimizer.
+    Untraced steps come first: one that creates missing optimizer state, or two with
+    DistributedDataParallel, which orders its buckets in the second. Gradients are set to None
+    before each step. All are real steps of the model and the optimizer.
 
     Args:
-        optimizer: or one for each parameter, which updates inside of backward, as soon as the
-            gradient is there, and frees it.
-        loss: forward and loss of one batch, whose inputs exist already.
-        warm_up: False directly behind another trace of the same.
-        timed: measure each operator, one at a time (of no use on the meta device).
-        look: looks on; for checks against what has really changed.
-        parallel: collectives to be seen that nobody runs.
-        scaler: scales the loss, and unscales the gradients; its scale and counter are a part of
-            the state. Where it leaves the update out, none is traced (:mod:`.scaling`).
+        optimizer: an optimizer, or one for each parameter: then each parameter is updated within
+            backward as soon as its gradient exists, and the gradient is freed.
+        loss: computes forward and loss of one batch, whose inputs exist already.
+        warm_up: False directly after another trace of the same model and optimizer.
+        timed: measure each operator by itself (of no use on the meta device).
+        look: observer of the step, for comparison with real changes of the state.
+        parallel: collectives to record without running them.
+        scaler: scales the loss and unscales the gradients; its scale and growth counter belong to
+            the state. An update that it skips is not in the trace (:mod:`.scaling`).
 
     Raises:
-        OptionError: a scaler, and updates inside of backward, where gradients are not unscaled yet;
-            or ``loss`` gives something else than a number that depends on a parameter.
-        UnsupportedStateError: an operator cannot run without data, by name; or a tensor of the
-            state is given other memory during the step.
+        OptionError: a scaler together with updates within backward, where gradients are not
+            unscaled yet; or ``loss`` does not return one number that depends on a parameter.
+        UnsupportedStateError: the named operator cannot run without data; or a tensor of the
+            state moves to other memory during the step.
     """
     if scaler is not None and not isinstance(optimizer, Optimizer):
-        raise OptionError("a GradScaler has not unscaled a gradient inside of backward")
+        raise OptionError(
+            "a GradScaler unscales gradients after backward, too late for updates within it"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
         warm_up_steps = 2
@@ -151,32 +160,37 @@ def trace_training(
     elsewhere = recorder.moved(state_of(model, optimizers, scaler))
     if elsewhere:
         raise UnsupportedStateError(
-            f"{elsewhere[0]!r} and in all {len(elsewhere)} tensors of the state are given other "
-            "memory during the step: a plan says when memory leaves",
-            leaves=tuple((name, "given other memory during the step") for name in elsewhere),
+            f"{len(elsewhere)} tensors of the state move to other memory in a step, the first is "
+            f"{elsewhere[0]!r}: a plan holds only for memory that stays",
+            leaves=tuple((name, "moves to other memory during the step") for name in elsewhere),
             hint="change them in place, or method='lazy', which needs no plan",
         )
     operators, tensors = recorder.result()
     if not operators:
-        raise EverstepError("a step without any operator cannot be planned")
+        raise EverstepError("the step runs no operator: there is nothing to plan")
     return StepTrace(operators, tensors, str(recorder.device.type), step_s)
 
 
 def _checked(loss: Any) -> Tensor:
-    """A loss from which gradients come."""
+    """Return the loss if gradients can be computed from it.
+
+    Raises:
+        OptionError: it is not one number that depends on a parameter.
+    """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     found = type(loss).__name__
     if isinstance(loss, Tensor):
-        found = f"a tensor of {loss.numel()}" if loss.numel() != 1 else "a number without gradient"
+        count = loss.numel()
+        found = f"a tensor of {count} numbers" if count != 1 else "a number without gradient"
     raise OptionError(
-        f"the loss is {found}", hint="a tensor of one number that depends on a parameter"
+        f"the loss is {found}", hint="return one number that depends on a parameter, as a tensor"
     )
 
 
 def _update(optimizer: Optimizer, scaler: GradScaler | None) -> None:
-    # Counters of steps are numbers that are read: not on the meta device, should that be the
-    # default, where some versions of torch (2.11) would make them.
+    # The optimizer reads its step counters. Some versions of torch (2.11) would create them on the
+    # default device, and on the meta device they have no value.
     with torch.device("cpu"):
         if scaler is None:
             optimizer.step()
@@ -220,7 +234,7 @@ def state_of(
 
 
 def _tensors(values: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested data, each with where it is."""
+    """Yield the tensors in nested data, each with its path."""
     for path, value in tree_flatten_with_path(values)[0]:
         if isinstance(value, Tensor):
             keys = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)

@@ -1,9 +1,8 @@
 """Ways to trace a step: without a device, on the device, or scaled up from a smaller step.
 
-The meta device needs neither memory nor time, but runs no autocast, and not every operator. Casts
-are seen on fake tensors. Where an operator needs data, small real batches are traced on the CPU,
-and sizes are drawn out to the batch that was asked for: they are linear in it, which a third batch
-confirms.
+The meta device needs neither memory nor time, but runs no autocast, and not every operator. Fake
+tensors record casts, too. If an operator needs data, small real batches are traced on the CPU, and
+sizes are extrapolated to the requested batch: they are linear in it, which a third batch confirms.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from everstep.plan.schedule.trace import trace_training
 __all__ = ["Optimizers", "Training", "drawn_out", "trace_of"]
 
 Training = Callable[[int], tuple[nn.Module, Callable[[], Tensor]]]
-"""Makes, on the default device, a model and its loss on one batch of the given size."""
+"""Function of a batch size that makes, on the default device, a model and its loss on a batch."""
 
 Optimizers = Callable[[Iterable[nn.Parameter]], Optimizer]
-"""Makes an optimizer of parameters."""
+"""Function that makes an optimizer of parameters."""
 
 _SMALL = (2, 3, 4)
 _FAKE = "fake"
@@ -50,29 +49,31 @@ def trace_of(
     ranks: int | None = None,
     measured_on: str | None = None,
 ) -> StepTrace:
-    """A step of a model, traced twice, on the meta device if that can be.
+    """Return the trace of a step of a model, on the meta device if possible.
 
-    The random generators of the process are left as they are.
+    Two steps are traced and compared. The process's random generators do not move.
 
     Args:
-        in_backward: each parameter is updated as soon as its gradient is there.
-        autocast: the loss is computed under autocast to this dtype.
-        scaled: with a ``GradScaler``, in a step that it does not leave out.
-        ranks: that many train together under DistributedDataParallel, with its defaults: what it
-            does is seen, and nobody has to be there (:mod:`.parallel`).
-        measured_on: trace real steps on this device, like ``"cuda"``, with times.
+        in_backward: update each parameter as soon as its gradient exists.
+        autocast: compute the loss under autocast to this dtype.
+        scaled: use a ``GradScaler``, in a step whose update it does not skip.
+        ranks: number of ranks that train under DistributedDataParallel with its defaults; its
+            work is recorded without other ranks (:mod:`.parallel`).
+        measured_on: trace real steps with times on this device, like ``"cuda"``.
 
     Raises:
-        OptionError: autocast to something that is not a 16-bit float; ranks or a scaler, and
-            updates inside of backward, where gradients are neither averaged nor unscaled yet; or
-            ``training`` gives no model with something to train, or no loss.
-        UnsupportedStateError: the second step is not like the first, with where they part; or
-            sizes are not linear in the batch, where small batches have to do.
+        OptionError: autocast to something other than a 16-bit float; ranks or a scaler together
+            with updates within backward, where gradients are neither averaged nor unscaled yet;
+            or ``training`` returns no model with trained parameters, or no loss.
+        UnsupportedStateError: the two steps differ, with the first difference; or sizes that must
+            be extrapolated are not linear in the batch.
     """
     if autocast is not None and autocast not in _HALF:
         raise OptionError(f"autocast to {autocast}", hint="torch.bfloat16 or torch.float16")
     if ranks is not None and in_backward:
-        raise OptionError("DistributedDataParallel has not averaged a gradient inside of backward")
+        raise OptionError(
+            "DistributedDataParallel averages gradients too late for updates within backward"
+        )
     asked = _Asked(training, optimizer, in_backward, autocast, scaled, ranks)
     cuda = [measured_on] if measured_on is not None and measured_on.startswith("cuda") else []
     with torch.random.fork_rng(devices=cuda):
@@ -100,39 +101,42 @@ def trace_of(
             how = "traced on the CPU"
         else:
             found = drawn_out({size: _alike(asked, size, "cpu") for size in _SMALL}, batch)
-            how = f"drawn out from batches of {', '.join(map(str, _SMALL))} on the CPU"
+            how = f"extrapolated from batches of {', '.join(map(str, _SMALL))} on the CPU"
     return replace(found, notes=(*found.notes, f"{how}: {why}"))
 
 
 def drawn_out(small: Mapping[int, StepTrace], batch: int) -> StepTrace:
-    """The step of a batch, from those of smaller ones: each size is linear in the batch.
+    """Extrapolate the step of a batch from those of smaller batches: sizes are linear in it.
 
     Args:
-        small: by batch, at least three.
+        small: traces by batch size, at least three.
 
     Raises:
-        UnsupportedStateError: steps are not alike but for sizes, or one is not linear.
+        UnsupportedStateError: the steps differ in more than sizes, or a size is not linear.
     """
     (x, one), (y, two), *rest = sorted(small.items())
-    assert rest, "nothing would confirm it"
+    assert rest, "a third trace confirms the line through two"
     for size, trace in rest:
         said = difference(_line(one, two, x, y, size), _untimed(trace))
         if said is not None:
             raise UnsupportedStateError(
-                f"what a step does is not linear in its batch ({x}, {y}, {size}), so a small one "
-                f"says nothing of {batch}: {said}",
+                f"the step's sizes are not linear in the batch ({x}, {y}, {size}), so the step of "
+                f"batch {batch} cannot be extrapolated: {said}",
                 leaves=(("model", "a step that is not linear in its batch"),),
-                hint="fake kernels for its operators, or trace it with times on a device",
+                hint="register fake kernels for its operators, or trace with times on a device",
             )
     return _line(one, two, x, y, batch)
 
 
 def _line(one: StepTrace, two: StepTrace, x: int, y: int, to: int) -> StepTrace:
-    """Through two steps. Where they are not alike the first stands, for a third to differ from."""
+    """Return the step on the line through two steps.
+
+    Where the two differ in more than sizes, the first is kept: the comparison with a third fails.
+    """
 
     def at(a: int, b: int) -> int:
         step, rest = divmod((b - a) * (to - x), y - x)
-        return a + step if not rest else -1  # of no tensor
+        return a + step if not rest else -1  # no size: the comparison with a third step fails
 
     def operator(a: Operator, b: Operator) -> Operator:
         if len(a.shapes) != len(b.shapes) or any(map(_unlike, a.shapes, b.shapes)):
@@ -162,7 +166,7 @@ def _untimed(trace: StepTrace) -> StepTrace:
 
 
 class _UnlikeError(UnsupportedStateError):
-    """Two steps are not alike: no other device makes them so."""
+    """Two steps of a model differ: another device would not change that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +180,9 @@ class _Asked:
 
 
 def _alike(asked: _Asked, batch: int, device: str) -> StepTrace:
-    """A step, if the next one is like it, and one of other data.
+    """Return the trace of a step, if the next step and one of a new model have the same.
 
-    With times on a real device, where there are data to differ.
+    On a real device, with times, the batches of the two models differ in their data.
     """
     dry = device in (_FAKE, "meta")
     found = _steps(asked, batch, device, 2)
@@ -188,8 +192,8 @@ def _alike(asked: _Asked, batch: int, device: str) -> StepTrace:
         said = difference(found[0], other)
         if said is not None:
             raise _UnlikeError(
-                "two steps of this model are not alike: what it does depends on its data, so no "
-                f"plan holds for every step; they part at {said}",
+                "two steps of this model differ: its operators depend on the data, so no plan fits "
+                f"every step; the first difference is at {said}",
                 leaves=(("model", "a step that depends on data"),),
                 hint='method="lazy" needs no plan',
             )
@@ -197,14 +201,14 @@ def _alike(asked: _Asked, batch: int, device: str) -> StepTrace:
 
 
 def _steps(asked: _Asked, batch: int, device: str, count: int) -> list[StepTrace]:
-    """So many steps of one model, one behind the other."""
+    """Return traces of consecutive steps of one model."""
     fake = device == _FAKE
     where = _fake_device() if device == _FAKE else device
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        # Else it is as if autocast had not been asked for.
+        # Only a warning, after which autocast would have no effect.
         warnings.filterwarnings("error", "(?s).*'cuda', but CUDA is not available.*")
-        # By copies of modules, which are made in a dozen places of torch.nn.
+        # Copying modules warns, which many places of torch.nn do.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(_FakeMode() if fake else nullcontext())
         stack.enter_context(torch.device(where))
@@ -247,13 +251,13 @@ def _steps(asked: _Asked, batch: int, device: str, count: int) -> list[StepTrace
 
 
 def _made(training: Training, batch: int, *, dry: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A model with something to train, and its loss.
+    """Make the model and its loss.
 
     Raises:
-        OptionError: it is something else.
-        UnsupportedStateError: making it takes data, as ``item()`` does, which are not there.
+        OptionError: ``training`` returns something else, or no parameter is trained.
+        UnsupportedStateError: making the model reads data, as ``item()`` does, and has none.
     """
-    hint = "def factory(batch): return model, loss; loss() gives a tensor of one number"
+    hint = "def factory(batch): return model, loss; loss() returns one number as a tensor"
     _check_called(training, (batch,), hint)
     made: Any
     try:
@@ -265,7 +269,7 @@ def _made(training: Training, batch: int, *, dry: bool) -> tuple[nn.Module, Call
             raise
         raise UnsupportedStateError(
             f"the model cannot be made without data: {error}",
-            leaves=(("model", "it needs data to be made"),),
+            leaves=(("model", "making it reads data"),),
             hint="trace a small real batch on the CPU",
         ) from error
     if not (
@@ -275,7 +279,7 @@ def _made(training: Training, batch: int, *, dry: bool) -> tuple[nn.Module, Call
         and callable(made[1])
     ):
         raise OptionError(
-            f"what makes the model gave {type(made).__name__}, not a model and its loss", hint=hint
+            f"the factory returned {type(made).__name__}, not a model and its loss", hint=hint
         )
     _check_called(made[1], (), hint)
     if not any(one.requires_grad and one.numel() for one in made[0].parameters()):
@@ -285,10 +289,10 @@ def _made(training: Training, batch: int, *, dry: bool) -> tuple[nn.Module, Call
 
 
 def _check_called(function: Callable[..., Any], arguments: tuple[Any, ...], hint: str) -> None:
-    """It can be called so.
+    """Check that a function takes these arguments.
 
     Raises:
-        OptionError: it cannot.
+        OptionError: it does not.
     """
     try:
         signature = inspect.signature(function)
@@ -303,11 +307,9 @@ def _check_called(function: Callable[..., Any], arguments: tuple[Any, ...], hint
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, _: Any) -> _FakeMode:
-        return self  # a copied module is of the same world
+        return self  # a copied module must stay in the same mode
 
 
 def _fake_device() -> str:
-    """Return the device type whose autocast fake tensors follow: "cuda" needs a torch built for
-    it.
-    """
+    """Return the device type whose autocast fake tensors follow; "cuda" needs a torch with CUDA."""
     return "cuda" if torch.cuda.is_available() else "cpu"
