@@ -16,19 +16,24 @@ from torch import nn
 
 import everstep
 from everstep.errors import MismatchError, RecoveryError
-from everstep.format.log import LogRecord, record_digest
+from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
+from everstep.link.recordable import Layouts
 from everstep.replay import exactness
+from everstep.replay.updates import Update
 from everstep.restore.redo import live
+from everstep.restore.redo.driver import Step
+from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.training_state import State
 from everstep.state.values.objects import decode, encode
 from everstep.testing import inspect
 from tests.support import following
 from tests.support.logged import opened, rewrite_segment, segments_of
 from tests.support.ranks.logs import die
 from tests.support.ranks.relaid import same, trained_on
-from tests.support.ranks.relogged import logged, only, redone
+from tests.support.ranks.relogged import logged, only, record_of, redone
 from tests.support.ranks.replicas import alike, replicas, resume, until
 from tests.support.ranks.replicas import trained as weights_at
 from tests.support.ranks.sharding import as_rank
@@ -358,3 +363,33 @@ def test_in_other_parts_by_what_acts_by_elements(tmp_path: Path) -> None:
             values, restored = redone(base, logs, "fsdp", info, ring, 3, optimizer=like)
             assert (restored.replayed, restored.inexact) == (3, "")
             assert same(values, trained_on("fsdp", info, adamw)) == []
+
+
+def test_an_optimizer_keeps_its_class_where_another_ones_changes() -> None:
+    """The other one's class is that of the log, too, after everything was restored from a mark."""
+    model, other = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    one, two = torch.optim.SGD(model.parameters()), torch.optim.AdamW(other.parameters())
+    memory = LiveMemory(State({"model": model, "other": other, "one": one, "two": two}))
+    half = torch.optim.SGD([torch.zeros(1)], lr=0.5).param_groups[0]
+    groups = ({key: value for key, value in half.items() if key != "params"},)
+    sgd, adamw = map(exactness.kind_name, (torch.optim.SGD, torch.optim.AdamW))
+
+    def step(number: int, kind: str) -> Step:
+        mark = record_of(RecordHead("mark", 1, number, number, "shape"), Layouts().of({}), {}, {})
+        ones = {"other.weight": torch.ones(1, 2)}
+        updates = (
+            Update(2 * number - 1, "one", groups, {}, kind=kind),
+            Update(2 * number, "two", groups, ones, kind=sgd),
+        )
+        return Step([(mark, update) for update in updates], mark)
+
+    first, second = step(1, sgd), step(2, adamw)
+    memory.check(first)
+    memory.begin(first)
+    memory.check(second)
+    assert memory.must_start_over(second, first.mark)
+    memory.start_over()
+    memory.begin(second)
+    before = other.weight.detach().clone()
+    memory.apply("two", [update for _, update in second.updates if update is not None][1:])
+    assert torch.equal(other.weight.detach(), before - 0.5)

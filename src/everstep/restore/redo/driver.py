@@ -199,30 +199,28 @@ class ReplayDriver:
 
     Args:
         memory: state, restored from a base.
+        compares: replay must give the bits of training, as far as the conditions of training are
+            known: results are compared with the samples in the marks.
+        together: replay several steps in one pass; otherwise an error concerns the last step.
 
     Attributes:
         last: mark of the newest step that was applied.
         limit_bytes: limit of records that were read from disk and wait to be applied; one step
             always may wait.
-        compares: replay must give the bits of training, as far as the conditions of training are
-            known: results are compared with the samples in the marks.
+        waiting_bytes: bytes of these records.
     """
 
-    def __init__(self, memory: Memory, *, compares: bool = False) -> None:
+    def __init__(self, memory: Memory, *, compares: bool = False, together: bool = True) -> None:
         self._memory = memory
+        self._compares = compares
         self._pending: dict[str, list[Update]] = {}
         self._waiting_steps = 0
-        self._waiting_bytes = 0
         self._compared: LogRecord | None = None
         self._notes: list[str] = []
         self.last: LogRecord | None = None
-        self.limit_bytes = min(_READ_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
-        self.compares = compares
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of records that were read and wait to be applied."""
-        return self._waiting_bytes
+        self.waiting_bytes = 0
+        limit_bytes = min(_READ_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
+        self.limit_bytes = limit_bytes if together else 0
 
     @property
     def exactness(self) -> Exactness:
@@ -266,8 +264,8 @@ class ReplayDriver:
                 self._apply()
         self.last = mark
         self._waiting_steps += 1
-        self._waiting_bytes += step.read_bytes
-        full = self._waiting_steps >= STEPS_AT_ONCE or self._waiting_bytes >= self.limit_bytes
+        self.waiting_bytes += step.read_bytes
+        full = self._waiting_steps >= STEPS_AT_ONCE or self.waiting_bytes >= self.limit_bytes
         # Several steps are applied in one pass, as long as their records fit in memory.
         if at_once or full:
             self._apply()
@@ -320,12 +318,12 @@ class ReplayDriver:
         pending = self._pending
         self._pending = {}
         self._waiting_steps = 0
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         for key, updates in pending.items():
             self._memory.apply(key, updates)
 
     def _compare_once(self) -> None:
-        if self.compares and self.last is not self._compared:
+        if self._compares and self.last is not self._compared:
             self.compare()
         self._compared = self.last
 

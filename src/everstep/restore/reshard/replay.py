@@ -159,9 +159,8 @@ def replay_resharded(
     driver = ReplayDriver(
         _ReshardedMemory(state, layout, gradients, loaded.restrided),
         compares=not conditions and not gradients.inexact,
+        together=together,
     )
-    if not together:
-        driver.limit_bytes = 0
     needed = tuple(sorted(gradients.needed))
     outside = [rank for rank in range(layout.world) if rank not in gradients.needed]
     # At a change of timeline another program continues: all marks on both sides are needed.

@@ -297,9 +297,8 @@ def replay(
     redo = ReplayDriver(
         LiveMemory(loader.state, loaded.restrided, loaded.aliases, loaded.names),
         compares=not fingerprint_difference(timelines.get(number) for number, _ in chain.steps),
+        together=together,
     )
-    if not together:
-        redo.limit_bytes = 0
     before = restored.replayed  # steps of earlier calls
     files = loader.seams.filesystem
     wait_s = loader.timeout_s
