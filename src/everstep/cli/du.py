@@ -275,11 +275,16 @@ def _document(
 
 
 def _show(out: Console, root: _Usage, timelines: dict[int, _Usage], free_bytes: int) -> None:
-    made = table("what", "files", "size", "allocated", right=("files", "size", "allocated"))
+    made = table(("what", "files", "size", "allocated"), right=("files", "size", "allocated"))
 
     def row(what: str, usage: _Sum, style: str = "") -> None:
-        sizes = in_words(usage.size_bytes), in_words(usage.allocated_bytes)
-        made.add_row(label(what), f"{usage.files:,}", *sizes, style=style)
+        made.add_row(
+            label(what),
+            f"{usage.files:,}",
+            in_words(usage.size_bytes),
+            in_words(usage.allocated_bytes),
+            style=style,
+        )
 
     left_out = max(0, len(timelines) - _ROWS_MAX)
     if left_out:

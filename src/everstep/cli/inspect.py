@@ -406,7 +406,7 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
 def _show_table(out: Console, rows: list[_Row]) -> None:
     files = len({row.file for row in rows}) > 1
     columns = ("entry", "dtype", "shape", "size", *(("file",) if files else ()), "note")
-    made = table(*columns, right=("size",))
+    made = table(columns, right=("size",))
     for row in rows:
         made.add_row(
             label(row.entry.name),

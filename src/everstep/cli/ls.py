@@ -378,7 +378,7 @@ def _show(
 
 
 def _show_timelines(out: Console, inventory: Inventory, every: bool) -> None:
-    shown = table("timeline", "forked from", "opened", "notes", right=("timeline",))
+    shown = table(("timeline", "forked from", "opened", "notes"), right=("timeline",))
     rows = _timelines(inventory)
     for row in rows if every else rows[-_ROWS_MAX:]:
         origin = "?" if row["status"] != "ok" else "a fresh start"
@@ -406,7 +406,7 @@ def _show_bases(
     every: bool,
 ) -> None:
     columns = ("", "step", "timeline", "status", "size", "created", "notes")
-    shown = table(*columns, right=("step", "timeline", "size"))
+    shown = table(columns, right=("step", "timeline", "size"))
     here = _in_history(inventory)
     bases = sorted(inventory.bases, key=lambda base: base.id)
     for base in bases if every else bases[-_ROWS_MAX:]:

@@ -246,15 +246,20 @@ def _show(
     columns = ["pid", "run", "rank", "trainer", "doing", "in memory", "durable", "arena"]
     peers = any(status is not None and (status.copies or status.logs) for status in statuses)
     columns += ["for other ranks"] if peers else []
-    shown = table(*columns, right=numbers)
+    shown = table(columns, right=numbers)
     for info, status in zip(keepers, statuses, strict=True):
-        first = (str(info.pid), label(info.run, chars_max=LINE_CHARS_MAX), str(info.rank))
+        pid = str(info.pid)
+        run = label(info.run, chars_max=LINE_CHARS_MAX)
+        rank = str(info.rank)
         if status is None:
-            unknown = ("?",) * (4 if peers else 3)
-            shown.add_row(*first, "?", label("not answering", "yellow"), *unknown)
+            shown.add_row(
+                pid, run, rank, "?", label("not answering", "yellow"), *["?"] * (4 if peers else 3)
+            )
             continue
         shown.add_row(
-            *first,
+            pid,
+            run,
+            rank,
             "-" if status.trainer is None else str(status.trainer),
             _doing(status),
             _in_memory(status),

@@ -134,7 +134,7 @@ def _show(out: Console, logged: Rebuilt, dropped: set[int], found: list[Change])
             f"{count_of(logged.replayed, 'step')} of the log, {left}"
         )
     )
-    shown: Any = table("entry", "max abs", "relative", right=("max abs", "relative"))
+    shown: Any = table(("entry", "max abs", "relative"), right=("max abs", "relative"))
     ordered = sorted(found, key=lambda one: -1.0 if one.relative is None else -one.relative)
     for one in ordered[:_ROWS_MAX]:
         shown.add_row(label(one.entry), _number(one.max_abs), _number(one.relative))

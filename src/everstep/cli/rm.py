@@ -258,7 +258,7 @@ def _show(out: Console, plan: _Plan, left: list[str], dry_run: bool) -> None:
     base = plan.base
     verb = "would delete" if dry_run else "deleted"
     if dry_run:
-        made = table("file", "bytes", "allocated", right=("bytes", "allocated"))
+        made = table(("file", "bytes", "allocated"), right=("bytes", "allocated"))
         for file in plan.files:
             made.add_row(label(file.name), f"{file.size_bytes:,}", f"{file.allocated_bytes:,}")
         out.print(label(str(PurePath(base.path))), soft_wrap=True)

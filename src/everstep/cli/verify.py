@@ -328,7 +328,7 @@ def _show(
     from everstep.run.audits import describe_audit
 
     columns = ("step", "timeline", "status", "entries", "size", "verdict")
-    made = table(*columns, right=("step", "timeline", "entries", "size"))
+    made = table(columns, right=("step", "timeline", "entries", "size"))
     for item in checked:
         verdict = label("good", "green") if item.ok else label("DAMAGED", "bold red")
         if not item.read and item.ok:

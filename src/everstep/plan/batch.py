@@ -131,14 +131,15 @@ class BatchEstimator:
         most = min(self._most, LONGEST_S / step_s)
         if self._bytes_max is not None:
             most = min(most, self._bytes_max / step_bytes)
-        costs = (price_s, step_bytes / bytes_per_s, step_s)
-        most = max(1, int(most))
-        low, high = (
-            least_batch(*costs, most=most, share=PRICE_SHARE * near)
-            for near in (1 + _NEAR, 1 - _NEAR)
-        )
+
+        def least(share: float) -> int:
+            work_s = step_bytes / bytes_per_s
+            return least_batch(price_s, work_s, step_s, most=max(1, int(most)), share=share)
+
+        low = least(PRICE_SHARE * (1 + _NEAR))
+        high = least(PRICE_SHARE * (1 - _NEAR))
         if not low <= self.steps <= high:
-            self.steps = least_batch(*costs, most=most)
+            self.steps = least(PRICE_SHARE)
         return self.steps
 
 

@@ -257,8 +257,8 @@ def check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> Shard
 
 def _misplaced(entry: Entry, marker: Marker) -> str | None:
     """Return why the shape or placement of an entry is impossible; None if it is valid."""
-    sides = (entry.shape, entry.global_shape, entry.global_offset)
-    if len(set(map(len, sides))) != 1:
+    dimensions = {len(entry.shape), len(entry.global_shape), len(entry.global_offset)}
+    if len(dimensions) != 1:
         return "its shape and offset have different numbers of dimensions"
     try:
         placement = Placement.parse(entry.placement)
@@ -271,6 +271,7 @@ def _misplaced(entry: Entry, marker: Marker) -> str | None:
         return f"{entry.placement!r} is impossible for rank {marker.rank} of {marker.world}"
     if not placement.is_cut and (entry.global_shape != entry.shape or any(entry.global_offset)):
         return "is marked as unsharded, but is only a slice"
-    if any(o + n > whole for n, whole, o in zip(*sides, strict=True)):
+    ends = map(operator.add, entry.global_offset, entry.shape)
+    if any(map(operator.gt, ends, entry.global_shape)):
         return "extends beyond the tensor that it is a slice of"
     return None

@@ -67,7 +67,7 @@ class Table:
     def made(self) -> RichTable:
         """Return it as rich draws it."""
         right = tuple(name for name in self.columns if name not in self.words)
-        found = table(*self.columns, right=right)
+        found = table(self.columns, right=right)
         for column in found.columns:
             column.no_wrap = True
         for cells in self.rows:

@@ -116,7 +116,7 @@ def record_as_json(record: AuditRecord | None) -> dict[str, Any] | None:
 
 def show_audits(out: Console, audits: list[Audit]) -> None:
     """Show the result of replay for each base."""
-    made = table("replay", "onto base", "updates", "verdict", right=("updates",))
+    made = table(("replay", "onto base", "updates", "verdict"), right=("updates",))
     styles = {"equal": "green", "different": "bold red", "unchecked": "yellow"}
     words = {"equal": "equal, bit for bit", "different": "DIFFERENT", "unchecked": "not checked"}
     for found in audits:

@@ -165,7 +165,7 @@ def show_segments(out: Console, segments: Sequence[SegmentFound]) -> None:
     if not segments:
         return
     columns = ("log", "timeline", "records", "size", "note")
-    made = table(*columns, right=("timeline", "records", "size"))
+    made = table(columns, right=("timeline", "records", "size"))
     for segment in segments[-_ROWS_MAX:]:
         made.add_row(
             f"steps {segment.after + 1} to {segment.last}",
@@ -182,7 +182,7 @@ def show_records(out: Console, records: Sequence[RecordHead]) -> None:
     """Show the records of a segment, one line each."""
     if not records:
         return
-    made = table("record", "step", "update", right=("step", "update"))
+    made = table(("record", "step", "update"), right=("step", "update"))
     for head in records[:_ROWS_MAX]:
         what = f"update of {head.declared}" if head.declared else str(head.kind)
         made.add_row(label(what), str(head.step), str(head.lsn))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -48,7 +49,7 @@ def label(text: str, style: str = "", chars_max: int = _NAME_CHARS_MAX) -> Text:
     return Text(plain(text, chars_max), style=style, overflow="fold")
 
 
-def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+def table(columns: Sequence[str], *, right: Collection[str] = ()) -> Table:
     """Return an empty table in the style of all verbs; lines are never folded in a pipe.
 
     Args:

@@ -74,7 +74,7 @@ def interval(
     ] = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """How often to take a base and to write the log.
+    """Compute how often to take a base and to write the log.
 
     Minimises the time wasted on failures and on checkpointing, with LowDiff's model and corrections
     to it (docs/PLANNING.md). Sizes like 14GB or 12GiB, bandwidths like 3GB/s, durations like 30s,
@@ -140,7 +140,7 @@ def _show(out: Console, costs: Costs, found: Optimum, rows: list[Choice]) -> Non
         f"{_steps(best.batch_steps, best.batch_s)}: {_percent(best.waste.total)} wasted"
     )
     names = ("interval", "batch", "wasted", "lost", "loads", "replay", "bases", "log")
-    shown = table("", *names, right=names)
+    shown = table(("", *names), right=names)
     for row in rows:
         chosen = row.interval_steps == best.interval_steps
         shown.add_row(

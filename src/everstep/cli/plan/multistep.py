@@ -26,9 +26,12 @@ def multistep(
     grad_bytes: Annotated[str, typer.Option(help="Size of all gradients, like 2GB.")],
     link: Annotated[str, typer.Option(help="Bandwidth from device to host, like 25GB/s.")],
     step_ms: Annotated[float, typer.Option(help="Milliseconds of a training step.")],
-    update_ms: Annotated[float, typer.Option(help="Of these, in the optimizer.")] = 0.0,
+    update_ms: Annotated[
+        float, typer.Option(help="Milliseconds of the step in the optimizer.")
+    ] = 0.0,
     forward_ms: Annotated[
-        float | None, typer.Option(help="Of these, in forward [default: a third of the rest].")
+        float | None,
+        typer.Option(help="Milliseconds of the step in forward [default: a third of the rest]."),
     ] = None,
     held_steps: Annotated[
         int, typer.Option(min=1, help="Steps for which gradients may be kept, in device memory.")
@@ -46,7 +49,7 @@ def multistep(
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """How long training waits for a base that is copied over several steps.
+    """Compute how long training waits for a base that is copied over several steps.
 
     A base is copied in as many parts as steps, cut so that each part fills its step (GoCkpt section
     4.2 with corrections: docs/PLANNING.md), and compared with sync, async and lazy bases. gockpt:
@@ -135,7 +138,7 @@ def _show(out: Console, found: dict[str, Any], link_bytes_per_s: float) -> None:
     with_work = found["pipeline"]["part_s"] > 0
     out.print("milliseconds that training waits for a base; > is the best of its column")
     figures = ("parts", *names.values(), "bound", *(("own work",) if with_work else ()))
-    shown = table(*figures, "", right=figures)
+    shown = table((*figures, ""), right=figures)
     for number, bound_s in enumerate(found["lower_bound_s"], start=1):
         cells = []
         for name in names:
