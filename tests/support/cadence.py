@@ -86,7 +86,7 @@ class Run:
         self.saver.last_save_s = self.clock.monotonic_s()
         save = Save(self.step, 1)
         self.cadence.base_requested(self.step)
-        self.cadence.base_started(save)
+        self.cadence.base_taken(save)
         if self.recorder is not None:
             self.recorder.disk.base_taken(save, self.step, leads=True)
         self.stats.committed += 1

@@ -7,7 +7,7 @@ A test that looks inside a Checkpointer, or stops it where no call does, goes th
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from pathlib import PurePath
@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from everstep.trainer.log.recorder import Recorder
     from everstep.trainer.multistep.driver import MultistepDriver
     from everstep.trainer.session.cadence import Cadence
+    from everstep.trainer.session.components import Components
     from everstep.trainer.session.replica_bases import ReplicaBases
     from everstep.trainer.session.start import RunStarter
     from everstep.trainer.session.state_watch import StateWatch
     from everstep.trainer.session.step_consensus import StepConsensus
 
 __all__ = ["Inspection", "inspect"]
+
+_Part = TypeVar("_Part")
 
 
 def inspect(checkpointer: Checkpointer) -> Inspection:
@@ -49,137 +52,151 @@ class Inspection:
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._of = checkpointer
+        self._session = checkpointer._session
 
     @property
     def is_open(self) -> bool:
         """True until the Checkpointer is closed."""
-        return self._of._open
+        return self._session.is_open
 
     @property
     def options(self) -> Options:
         """Validated options."""
-        return self._of._options
+        return self._session.parts.options
 
     @property
     def run_id(self) -> str:
         """Id of the run folder."""
-        return self._of._run_id
+        return self._session.parts.run_id
 
     @property
     def timeline(self) -> int:
         """Number of the timeline; 0 before the first."""
-        return self._of._timeline
+        return self._session.at.timeline
 
     @property
     def identity(self) -> ShardIdentity:
         """Identity of a base of the current step."""
-        return self._of._identity()
+        return self._session.at.identity()
+
+    @property
+    def components(self) -> Components:
+        """All components."""
+        return self._session.parts
 
     @property
     def bounds(self) -> Bounds:
         """Announced upper bounds."""
-        return self._of._components.bounds
+        return self._session.parts.bounds
 
     @property
     def state(self) -> State:
         """State that is saved."""
-        return self._of._state
+        return self._session.parts.state
 
     @property
     def channel(self) -> BackgroundChannel:
         """Channel of errors in the background."""
-        return self._of._channel
+        return self._session.parts.channel
 
     @property
     def lane(self) -> Lane:
         """Lane that makes copies."""
-        return self._of._lane
+        return self._session.parts.lane
 
     @property
     def updates(self) -> UpdateHooks:
         """Hooks on the optimizers."""
-        return self._of._updates
+        return self._session.parts.updates
 
     @property
     def keepers(self) -> Keepers:
         """The keeper in service, and its replacement."""
-        return self._of._keepers
+        return self._session.parts.keepers
 
     @property
     def keeper(self) -> Keeper:
         """Keeper in service."""
-        assert self._of._keeper is not None
-        return self._of._keeper
+        assert self._session.keeper is not None
+        return self._session.keeper
 
     @property
     def saver(self) -> Saver:
         """Saver that captures bases."""
-        return self._of._saver
+        return self._session.parts.saver
+
+    def part(self, kind: type[_Part]) -> _Part:
+        """Return the participant of a class."""
+        (found,) = (one for one in self._session.parts.participants if isinstance(one, kind))
+        return found
 
     @property
     def recorder(self) -> Recorder:
         """Recorder of the gradient log."""
-        assert self._of._recorder is not None
-        return self._of._recorder
+        from everstep.trainer.log.recorder import Recorder
+
+        return self.part(Recorder)
 
     @property
     def multistep(self) -> MultistepDriver:
         """Window of multi-step bases."""
-        assert self._of._multistep is not None
-        return self._of._multistep
+        from everstep.trainer.multistep.driver import MultistepDriver
+
+        return self.part(MultistepDriver)
 
     @property
     def replica(self) -> ReplicaBases:
         """Requests to the keeper's replica."""
-        assert self._of._replica_bases is not None
-        return self._of._replica_bases
+        from everstep.trainer.session.replica_bases import ReplicaBases
+
+        return self.part(ReplicaBases)
 
     @property
     def cadence(self) -> Cadence:
         """Decides when a base is due."""
-        return self._of._cadence
+        return self._session.parts.cadence
 
     @property
     def consensus(self) -> StepConsensus:
         """Decisions of all ranks at a step boundary."""
-        return self._of._consensus
+        return self._session.consensus
 
     @property
     def state_watch(self) -> StateWatch:
         """Tracks the updates between two step marks."""
-        return self._of._state_watch
+        return self._session.watch
 
     @property
     def starter(self) -> RunStarter:
         """Restores a state and opens timelines."""
-        return self._of._starter
+        return self._session.starter
 
     @property
     def ring(self) -> ChunkRing:
         """Memory for reads and writes of this process."""
-        return self._of._components.ring
+        return self._session.parts.ring
 
     @property
     def run(self) -> PurePath:
         """Run folder."""
-        return self._of._run
+        return self._session.parts.run
 
     @property
     def has_mixed_state(self) -> bool:
         """True if a failed resume has left a mixture of two states."""
-        return self._of._live_state.is_mixed
+        return self._session.starter.live_state.is_mixed
 
     def take_due(self) -> Save:
         """Take the base that is taken at a step mark where one is due."""
-        return self._of._take(None, show=False)
+        return self._session.take(None, show=False)
 
     def save_last(self, timeout_s: float) -> None:
         """Take the last base, as after a preemption signal, and wait for it."""
-        self._of._save_last(timeout_s)
+        self._session.save_last(timeout_s)
 
     def consume(self, key: str) -> None:
         """Report that an optimizer is about to consume its gradients."""
-        self._of._consumed(key)
+        self._session.watch.consumed(key)
 
     def skip_last_base(self) -> None:
         """Take no last base in close(): a resume then has to replay the log."""
@@ -187,4 +204,5 @@ class Inspection:
 
     def release(self) -> None:
         """End without any last base, wait or error."""
-        self._of._release()
+        self._session.release()
+        self._of._forget()

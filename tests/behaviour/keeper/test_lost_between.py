@@ -179,14 +179,14 @@ def test_what_is_lost_at_exit_with_a_keeper_is_said(
         until(lambda: inspect(ckpt).keepers.lost is not None, "the loss of the keeper")
         keeper = inspect(ckpt).keepers.current
         assert keeper is not None
-        finish_at_exit(inspect(ckpt).saver, keeper, lambda: None, os.getpid(), sys.stderr)
+        finish_at_exit(inspect(ckpt).components, keeper, lambda: None, os.getpid(), sys.stderr)
         assert (
             "data that was not durable (bases of steps 2) was lost at exit"
             in capsys.readouterr().err
         )
         closed = io.StringIO()
         closed.close()  # as that of a daemon may be: the keeper is let go of all the same
-        finish_at_exit(inspect(ckpt).saver, keeper, lambda: None, os.getpid(), closed)
+        finish_at_exit(inspect(ckpt).components, keeper, lambda: None, os.getpid(), closed)
 
 
 def test_a_log_that_is_gone_is_not_said_to_be_in_memory(run_folder: Path) -> None:

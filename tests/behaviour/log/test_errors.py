@@ -216,7 +216,7 @@ def test_a_record_that_is_late_goes_to_no_other_keeper(
         monkeypatch.setattr(type(keeper), "log", lambda *args: told.append(args))
         service = inspect(ckpt).keepers.service
         assert service is not None
-        recorder.start(service, True)  # as another comes into service
+        recorder.start(service)  # as another comes into service
         gate.open()
         inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         assert told == []

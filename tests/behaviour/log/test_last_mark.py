@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep import Checkpointer, KeeperOptions, LogOptions, checkpointer
+from everstep import Checkpointer, KeeperOptions, LogOptions
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -23,6 +23,8 @@ from everstep.format.names import base_dir, shard_name
 from everstep.link.channel import BackgroundChannel
 from everstep.seams import ManualClock, Seams, SystemClock
 from everstep.testing import inspect
+from everstep.trainer.session.closing import Closing
+from everstep.trainer.session.session import Session
 from tests.support.following import until
 from tests.support.keepers import end_keepers
 from tests.support.log.last_mark import Training, resumed, same
@@ -324,8 +326,8 @@ def test_the_log_in_memory_outlives_a_last_base(
             if how == "fails":
                 (base_dir(run_folder, 1, 7) / shard_name(0)).mkdir(parents=True)  # in its way
             else:
-                monkeypatch.setattr(checkpointer, "wait_and_collect", _interrupted)
-                monkeypatch.setattr(Checkpointer, "_take", _interrupted)
+                monkeypatch.setattr(Closing, "_wait", _interrupted)
+                monkeypatch.setattr(Session, "take", _interrupted)
         assert "a resume() within that time restores them" in capfd.readouterr().err
         monkeypatch.undo()
         again = Plain(run_folder, method)

@@ -29,6 +29,7 @@ from everstep.seams import ManualClock, Seams
 from everstep.testing import inspect
 from everstep.trainer.budget.disk import DAY_S, DayMeter, Forecast, interval_steps_within
 from everstep.trainer.budget.log_limits import LogLimits
+from everstep.trainer.participant import RestoredState
 from everstep.trainer.session.cadence import (
     ASK_EVERY,
     FIRST_STEPS,
@@ -56,7 +57,7 @@ def test_nothing_is_chosen_while_all_steps_were_beside_the_first_base() -> None:
     """A log takes one at its first step, and steps may be short: what one takes by itself shows
     when it is over."""
     run = Run("logged")
-    run.cadence.base_started(save := Save(1, 1))
+    run.cadence.base_taken(save := Save(1, 1))
     for _ in range(3 * FIRST_STEPS):
         run.over()
     assert run.cadence.step_s is None
@@ -101,7 +102,7 @@ def test_the_next_base_is_due_after_so_many_steps() -> None:
 
 def test_a_given_mtbf_is_not_argued_with() -> None:
     run = Run(every=Every(auto=True, mtbf_s=7200.0))
-    run.cadence.resumed(resumed(step=400, forks=[100, 200, 300]), again=False)
+    run.cadence.restored(resumed(step=400, forks=[100, 200, 300]))
     run.step = 400
     run.train(50)
     assert run.cadence.mtbf_s == pytest.approx(7200, rel=1e-3)
@@ -162,7 +163,7 @@ def slowed(mtbf_s: float, *, beside: int, slow_s: float) -> Run:
             run.clock.advance(0.01)
             under, left = Save(step, 1), beside
             run.cadence.base_requested(step)
-            run.cadence.base_started(under)
+            run.cadence.base_taken(under)
     return run
 
 
@@ -180,7 +181,7 @@ def test_steps_that_are_all_beside_a_base_are_steps_all_the_same() -> None:
     run = Run(every=Every(auto=True, mtbf_s=1000.0))
     run.train(FIRST_STEPS + 1, step_s=0.5)
     save = Save(run.step, 1)
-    run.cadence.base_started(save)  # and never becomes durable
+    run.cadence.base_taken(save)  # and never becomes durable
     run.train(200, step_s=2.0)
     assert run.cadence.step_s == pytest.approx(2.0)
 
@@ -191,7 +192,7 @@ def test_the_last_of_two_bases_may_fail() -> None:
     first, second = Save(10, 1), Save(11, 1)
     for save in (first, second):
         run.cadence.base_requested(save.step)
-        run.cadence.base_started(save)
+        run.cadence.base_taken(save)
     run.stats.committed, run.stats.persist_s = 1, 3.0
     first.durable.set_result(MB)
     second.durable.set_exception(StorageError("no"))
@@ -203,7 +204,7 @@ def test_where_nothing_helps_bases_are_as_often_as_without_a_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = Run("logged")
-    run.cadence.resumed(resumed(replayed=10, replay_s=8.0), again=False)
+    run.cadence.restored(resumed(replayed=10, replay_s=8.0))
     run.train(FIRST_STEPS + 3)
     assert run.cadence.interval_steps == without_log(run.costs(replay_s=0.8)).interval_steps
     (said,) = lines(capsys, "a base every")
@@ -233,9 +234,10 @@ def resumed(
     replayed: int = 0,
     replay_s: float = 0.0,
     load_s: float = 0.0,
-) -> Resumed:
+    again: bool = False,
+) -> RestoredState:
     loaded: Any = SimpleNamespace(size_bytes=MB) if step else None
-    return Resumed(
+    found = Resumed(
         timeline=2,
         base=BaseId(1, step),
         loaded=loaded,
@@ -249,11 +251,12 @@ def resumed(
         load_s=load_s,
         forks=tuple(forks or ()),
     )
+    return RestoredState(found, step, None, only_in_memory=False, again=again)
 
 
 def test_a_replay_that_was_measured_replaces_the_belief() -> None:
     run = Run("logged")
-    run.cadence.resumed(resumed(step=50, replayed=20, replay_s=4.0, load_s=1.0), again=False)
+    run.cadence.restored(resumed(step=50, replayed=20, replay_s=4.0, load_s=1.0))
     run.step = 50
     run.train(FIRST_STEPS + 3)
     costs = run.costs(replay_s=0.2, load_bytes_per_s=MB)
@@ -262,22 +265,22 @@ def test_a_replay_that_was_measured_replaces_the_belief() -> None:
 
 def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, world, found = ManualClock(), World(), []
-    step, began = ReplayDriver.step, Cadence.resumed
+    step, began = ReplayDriver.step, Cadence.restored
 
     def redo(self: ReplayDriver, *args: Any) -> None:
         clock.advance(2.0)
         step(self, *args)
 
-    def note(self: Cadence, resumed: Resumed, *, again: bool) -> None:
-        found.append(resumed)
-        began(self, resumed, again=again)
+    def note(self: Cadence, restored: RestoredState) -> None:
+        found.append(restored.resumed)
+        began(self, restored)
 
     def hook(op: str, path: PurePath) -> None:
         if op == "open" and "base" in path.parts and path.suffix == ".safetensors":
             clock.advance(7.0)
 
     monkeypatch.setattr(ReplayDriver, "step", redo)
-    monkeypatch.setattr(Cadence, "resumed", note)
+    monkeypatch.setattr(Cadence, "restored", note)
     options: dict[str, Any] = {"log": LogOptions(to="disk", batch_steps=1), "every": None}
     options |= {"seams": Seams(filesystem=HookedFileSystem(hook), clock=clock)}
     for timeline in range(3):
@@ -297,7 +300,7 @@ def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.Monke
 
 def test_each_time_that_a_process_takes_over_counts_as_a_failure() -> None:
     run = Run()
-    run.cadence.resumed(resumed(step=1000, forks=[400, 700]), again=False)
+    run.cadence.restored(resumed(step=1000, forks=[400, 700]))
     run.step = 1000
     run.train(FIRST_STEPS + 3)
     trained_s = 0.5 * (1000 + FIRST_STEPS)
@@ -308,7 +311,7 @@ def test_a_rewind_is_no_failure() -> None:
     run = Run()
     run.train(100)
     assert run.cadence.mtbf_s > DAY_S
-    run.cadence.resumed(resumed(step=60, forks=[]), again=True)
+    run.cadence.restored(resumed(step=60, forks=[], again=True))
     run.step = 60
     before = run.cadence.mtbf_s
     run.train(100)
@@ -512,7 +515,7 @@ def test_no_rank_takes_a_base_before_the_last_is_durable_for_all() -> None:
     runs = [Run(every=Every(auto=True, mtbf_s=10.0), alone=False) for _ in range(2)]
     together(runs, 2 * FIRST_STEPS + 2, {}, {})
     before, late = list(runs[0].bases), Save(runs[0].step, 1)
-    runs[1].cadence.base_started(late)
+    runs[1].cadence.base_taken(late)
     together(runs, 50, {}, {})
     assert runs[0].bases == runs[1].bases == before
     late.durable.set_result(MB)

@@ -232,7 +232,7 @@ def test_in_the_middle_of_another_call(
             return call
 
         cadence = inspect(ckpt).cadence
-        name = {"step": "step_ended", "save": "base_started", "resume": "resumed"}[outer]
+        name = {"step": "step_ended", "save": "base_taken", "resume": "restored"}[outer]
         world.update()
         with monkeypatch.context() as patched:
             patched.setattr(cadence, name, within(getattr(cadence, name)))

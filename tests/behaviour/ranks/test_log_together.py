@@ -31,6 +31,7 @@ from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.job import start
+from everstep.trainer.session import closing
 from everstep.trainer.session.step_consensus import ASK_EVERY
 from tests.support.logged import document, invoke
 from tests.support.ranks.logs import ON_DISK, die, resumed, segment, until
@@ -151,7 +152,7 @@ def test_without_the_last_base_every_ranks_log_stays(
             close(keeper, stay=stay)
 
         monkeypatch.setattr(kind, "close", noted)
-    monkeypatch.setattr(everstep.checkpointer, "stays_for_log", lambda *_: True)
+    monkeypatch.setattr(closing, "_stays_for_log", lambda *_: True)
     with trainings(path, path, method="logged", every=None, progress_timeout_s=2.0) as ranks:
         resume(ranks)
         train(ranks, 3)

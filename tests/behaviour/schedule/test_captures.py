@@ -27,6 +27,7 @@ from everstep.testing import inspect
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.participant import BaseRequest
 from everstep.trainer.schedule import scheduler as scheduled
 from everstep.trainer.schedule.bound_plan import all_at_mark
 from everstep.trainer.schedule.saver import ScheduledSaver
@@ -451,7 +452,7 @@ def test_save_without_a_keeper_is_lost_and_told_once(keeper: Bench, run_folder: 
     remote = inspect(ckpt).keepers.current
     assert isinstance(remote, RemoteKeeper)
     remote._lose(KeeperError("planted"))
-    save = inspect(ckpt).saver.take(inspect(ckpt).identity, show=True)
+    save = inspect(ckpt).saver.take(BaseRequest(inspect(ckpt).identity, None, True))
     assert isinstance(save.durable.exception(TIMEOUT_S), KeeperError)
     assert not reported
     with pytest.warns(RuntimeWarning, match="planted"):

@@ -25,6 +25,7 @@ from everstep.link.wire import Connection, error_from_wire
 from everstep.seams import Clock
 from everstep.seams.files.locks import file_identity
 from everstep.seams.network.sockets import close_descriptors
+from everstep.trainer.attach.keeper import IGNORED, KeeperEvents
 from everstep.trainer.attach.remote import RemoteKeeper
 
 __all__ = ["attach", "attach_to", "is_there"]
@@ -66,6 +67,7 @@ def attach(
     clock: Clock,
     *,
     timeout_s: float,
+    events: KeeperEvents = IGNORED,
 ) -> RemoteKeeper:
     """Attach to a keeper process with an arena of ``arena_bytes``; start one if there is none.
 
@@ -87,7 +89,9 @@ def attach(
             with _name_keeper(key):
                 keeper = None
                 if connection is not None:
-                    keeper = _attach_over(connection, arena_bytes, channel, clock, timeout_s)
+                    keeper = _attach_over(
+                        connection, arena_bytes, channel, clock, timeout_s, events=events
+                    )
         except (OutOfSpaceError, UnavailableError) as error:
             if found and error.__cause__ is None:  # with a cause it is a limit of this process
                 error.hint = _limits_hint(key, error.hint)
@@ -196,12 +200,13 @@ def _attach_over(
     timeout_s: float,
     *,
     idle: bool = False,
+    events: KeeperEvents = IGNORED,
 ) -> RemoteKeeper | None:
     arena = _introduce(connection, arena_bytes, timeout_s, idle=idle)
     if arena is None:
         return None
     pid = connection.peer().pid
-    return RemoteKeeper(connection, arena, pid, channel, clock, timeout_s=timeout_s)
+    return RemoteKeeper(connection, arena, pid, channel, clock, timeout_s=timeout_s, events=events)
 
 
 def _introduce(

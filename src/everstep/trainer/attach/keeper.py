@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from everstep.errors import EverstepError
@@ -12,11 +12,12 @@ from everstep.link.capture import Capture
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.pool import CapturePool
 from everstep.link.recordable import LogKeeper
+from everstep.state.survey.survey import Survey
 
 if TYPE_CHECKING:
     from everstep.trainer.attach.remote import RemoteKeeper
 
-__all__ = ["Keeper", "Service", "ThreadKeeper"]
+__all__ = ["IGNORED", "Keeper", "KeeperEvents", "Service", "ThreadKeeper"]
 
 
 class Keeper(LogKeeper, Protocol):
@@ -64,6 +65,31 @@ class Keeper(LogKeeper, Protocol):
     def close(self, *, stay: bool = False) -> None: ...
 
 
+class KeeperEvents(Protocol):
+    """Receiver of what a keeper reports about log, peers and replica. Called in any thread."""
+
+    def log_on_disk(self, number: int) -> None:
+        """Note that log records up to ``number`` are on disk; 0 if the keeper was lost."""
+
+    def peered(self, base: int | None, step: int | None) -> None:
+        """Note that all peers hold the base of a step, or a peer holds the log up to ``step``."""
+
+    def replica_stopped(self, why: str, for_good: bool) -> None:
+        """Note that the replica has stopped; ``for_good`` if it will not start again."""
+
+
+class _Ignored:
+    def log_on_disk(self, number: int) -> None: ...
+
+    def peered(self, base: int | None, step: int | None) -> None: ...
+
+    def replica_stopped(self, why: str, for_good: bool) -> None: ...
+
+
+IGNORED: KeeperEvents = _Ignored()
+"""Receiver that ignores everything, for a keeper whose memory is only read."""
+
+
 class ThreadKeeper(LocalKeeper):
     """Keeper that is a thread of the training process. It is never lost alone."""
 
@@ -93,6 +119,9 @@ class Service:
         process: the same, if it is a separate process.
         thread: the same, if it is a thread of this process.
         pool: memory for captures; None with ``sync``.
+        exact: replay of the updates from now on reproduces training bit for bit.
+        step: step that training continues from.
+        survey: survey of the state there, if one was taken.
     """
 
     keeper: Keeper
@@ -100,3 +129,10 @@ class Service:
     thread: ThreadKeeper | None
     pool: CapturePool | None
     timeline: int
+    exact: bool = True
+    step: int = 0
+    survey: Survey | None = None
+
+    def beginning_at(self, step: int, exact: bool, survey: Survey | None) -> Service:
+        """Return the service as it begins, or goes on, at a step."""
+        return replace(self, step=step, exact=exact, survey=survey)

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
@@ -50,6 +50,7 @@ from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.budget.log_limits import LogLimits
 
 __all__ = [
+    "KeeperFollower",
     "Keepers",
     "ReplacementAttempts",
     "StartingKeeper",
@@ -59,6 +60,16 @@ __all__ = [
 _RETRY_S = 30.0
 # Pause relative to the duration of the attempt: attempts take at most 1/5 of the training time.
 _RETRY_FACTOR = 4
+
+
+class KeeperFollower(Protocol):
+    """Participant, as far as the keeper's reports go. Called in any thread."""
+
+    def log_on_disk(self, number: int) -> None: ...
+
+    def base_everywhere(self, step: int) -> None: ...
+
+    def replica_stopped(self, why: str, for_good: bool) -> None: ...
 
 
 class ReplacementAttempts:
@@ -136,6 +147,7 @@ class Keepers:
     Args:
         arena_bytes: maximum host memory for captures. It is allocated when it is used.
         replica_bytes: maximum host memory for a replica.
+        participants: participants that the keeper's reports are passed to.
 
     Raises:
         OptionError: The method needs a keeper process, which the options or the platform exclude.
@@ -146,8 +158,6 @@ class Keepers:
         restarts: number of lost keeper processes that were replaced.
         attempts: schedule of attempts to replace a lost keeper.
         in_process: True if the keeper is a separate process.
-        on_disk: called with the number of the last log record on disk, in any thread.
-        on_everywhere: called with the step of each base that all peers have, in any thread.
         log_limits: limits of the log.
         peer_log_step: newest step of this timeline whose log this rank's peer holds, as last
             reported.
@@ -164,7 +174,9 @@ class Keepers:
         arena_bytes: int,
         replica_bytes: int = 0,
         info: RankInfo = ONE_RANK,
+        participants: Sequence[KeeperFollower] = (),
     ) -> None:
+        self._participants = participants
         self._options = options
         self._seams = seams
         self._run = run
@@ -187,8 +199,6 @@ class Keepers:
         self.service: Service | None = None
         self.pool: CapturePool | None = None
         self.restarts = 0
-        self.on_disk: Callable[[int], None] = lambda number: None
-        self.on_everywhere: Callable[[int], None] = lambda step: None
         self.peer_log_step: int | None = None
         self.log_limits = LogLimits()
         self._tiers: list[dict[str, Any]] = []
@@ -248,10 +258,21 @@ class Keepers:
             "holds": self._options.method.in_memory,
         }
 
-    def _on_peered(self, base: int | None, step: int | None) -> None:
+    def log_on_disk(self, number: int) -> None:
+        """Note that log records up to ``number`` are on disk; 0 if the keeper was lost."""
+        for participant in self._participants:
+            participant.log_on_disk(number)
+
+    def replica_stopped(self, why: str, for_good: bool) -> None:
+        """Note that the keeper's replica has stopped."""
+        for participant in self._participants:
+            participant.replica_stopped(why, for_good)
+
+    def peered(self, base: int | None, step: int | None) -> None:
         """Note that the peers hold a base, or this rank's peer holds its log up to a step."""
         if base is not None:
-            self.on_everywhere(base)
+            for participant in self._participants:
+                participant.base_everywhere(base)
         if step is not None:
             self.peer_log_step = step
 
@@ -309,8 +330,6 @@ class Keepers:
 
     def _attached(self, remote: RemoteKeeper) -> None:
         self._remote = remote
-        remote.on_disk = lambda number: self.on_disk(number)
-        remote.on_peered = self._on_peered
         remote.copies = {"tiers": self._tiers, "peers": self._peers}
         self.pool = CapturePool(remote.arena, lambda: remote.lost)
         self.pool.moves = lambda: (remote.moves, remote.log_moves)
@@ -460,7 +479,7 @@ class Keepers:
                 self._log_message(),
                 self._identity(timeline),
                 self._channel.post,
-                lambda number: self.on_disk(number),
+                self.log_on_disk,
                 timeout_s=timeout_s,
             )
             records = LogStore(self.pool.arena, segments)
@@ -628,4 +647,5 @@ class Keepers:
             self._channel,
             self._seams.clock,
             timeout_s=self._options.progress_timeout_s,
+            events=self,
         )

@@ -37,6 +37,7 @@ from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import progress
 from everstep.state.layout.shards import ShardLayout
+from everstep.trainer.attach.keeper import IGNORED, KeeperEvents
 from everstep.trainer.attach.requests import ReplicaRequests, Replies, base_request_to_wire
 
 __all__ = [
@@ -128,6 +129,7 @@ class RemoteKeeper:
         arena: shared memory that the keeper has made.
         pid: keeper process.
         timeout_s: seconds without a message after which the keeper counts as hung.
+        events: receives what the keeper reports about log, peers and replica.
 
     Attributes:
         stats: statistics, as last reported by the keeper.
@@ -137,9 +139,6 @@ class RemoteKeeper:
         replica_step: step of its replica, as last reported; None without one.
         replica_applied: number of the last log record that the replica has applied.
         moves, log_moves: counters of its progress with bases and with the log.
-        on_disk: called with the number of the last log record on disk, in any thread.
-        on_peered: called when peers hold a base, or a peer holds the log up to a step.
-        on_replica_stopped: called with the reason when the replica stops, and whether for good.
         copies: message fields for copies: ``tiers``, ``peers`` and ``identity``.
     """
 
@@ -152,7 +151,9 @@ class RemoteKeeper:
         clock: Clock,
         *,
         timeout_s: float,
+        events: KeeperEvents = IGNORED,
     ) -> None:
+        self._events = events
         self.arena = arena
         self.pid = pid
         self.stats = KeeperStats()
@@ -175,9 +176,6 @@ class RemoteKeeper:
         self._rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
         self.replica_applied = self.replica_bytes = 0
-        self.on_replica_stopped: Callable[[str, bool], None] = lambda why, for_good: None
-        self.on_disk: Callable[[int], None] = lambda number: None
-        self.on_peered: Callable[[int | None, int | None], None] = lambda base, step: None
         self.copies: dict[str, Any] = {}
         self._timeline = self.written_bytes = self.moves = self.log_moves = 0
         self._hung = self._closing = self._recalled = self.replaced = False
@@ -580,11 +578,11 @@ class RemoteKeeper:
     def _on_event(self, kind: str, message: dict[str, Any]) -> None:
         """Handle an event of the log, the peers or the replica."""
         if kind == "replica_stopped":
-            self.on_replica_stopped(message["why"], message["for_good"])
+            self._events.replica_stopped(message["why"], message["for_good"])
         elif kind == "logged":
-            self.on_disk(message["upto"])
+            self._events.log_on_disk(message["upto"])
         elif kind == "peered":
-            self.on_peered(message["base"], message["step"])
+            self._events.peered(message["base"], message["step"])
         elif kind == "rebuilt":
             on_rebuilt = self._rebuilding.pop(message["number"], None)
             if on_rebuilt is not None:
@@ -617,7 +615,7 @@ class RemoteKeeper:
             self._waiting.clear()
             self._changed.notify_all()
         self._replica_requests.lose(self.lost)
-        self.on_disk(0)  # wake callers that wait for the log; they read ``lost``
+        self._events.log_on_disk(0)  # wake callers that wait for the log; they read ``lost``
         for capture in captures:
             fail(capture.save.durable, self.lost)
             capture.on_end(capture)

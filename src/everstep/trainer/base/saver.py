@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from typing import Any
 
 import torch
 
@@ -52,43 +53,23 @@ from everstep.trainer.attach.keeper import Keeper, Service
 from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase, prepare_base
 from everstep.trainer.budget.disk import check_disk_budget
 from everstep.trainer.budget.host_memory import bases_in_flight_max
+from everstep.trainer.participant import BaseRequest, Mark, Participant, RestoredState
 
 __all__ = [
     "NotifyKeeper",
     "PendingCapture",
     "Saver",
-    "SaverExtension",
 ]
 
 NotifyKeeper = Callable[[Capture, Mapping[str, bytes]], None]
 """Notify the keeper that a capture is complete, with its encoded objects; in the lane's thread."""
 
 
-class SaverExtension:
-    """Base class of capture mechanisms that work beside a :class:`Saver`; does nothing itself."""
-
-    def gate_update(self, optimizer: str | None) -> None:
-        """Block until an update may change what this extension copies (I1).
-
-        Args:
-            optimizer: key of the optimizer about to update; None if any may.
-        """
-
-    def finish_copies(self) -> None:
-        """End captures in progress: no step will follow."""
-
-    def retake_lost_base(self) -> bool:
-        """Return True if the final base was lost and another one was begun in its place."""
-        return False
-
-    def handles_torn_base(self, error: AuditError) -> bool:
-        """Return True if this extension reports ``error``: a base whose state was overwritten
-        while it was copied. Called in any thread."""
-        return False
-
-
-class Saver:
+class Saver(Participant):
     """Capture bases of the timeline that is being written.
+
+    Args:
+        participants: all participants; their gates hold updates back, too.
 
     Attributes:
         saves: number of bases requested.
@@ -98,6 +79,7 @@ class Saver:
     """
 
     copies_in_flight = 2
+    parks = False  # True if it captures every step
 
     def __init__(
         self,
@@ -107,6 +89,7 @@ class Saver:
         lane: Lane,
         channel: BackgroundChannel,
         clock: Clock,
+        participants: Sequence[Participant],
     ) -> None:
         self._options = options
         self._run = run
@@ -125,7 +108,7 @@ class Saver:
         self._pid = os.getpid()
         self._gates = options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
         self._streams = options.method.base in ("lazy", "multistep")
-        self._extensions: list[SaverExtension] = []
+        self._participants = participants
         self.saves = 0
         causes = "capture", "gate", "back_pressure", "persist", "keeper"
         self.stall_s = dict.fromkeys(causes, 0.0)
@@ -150,6 +133,20 @@ class Saver:
                 self._lane.run(lambda: before.close(later=True))
         self._service = service
 
+    def restored(self, restored: RestoredState) -> None:
+        """Continue from a restored state; prepare for a base at the end of the first step."""
+        self.restored_from_memory = restored.only_in_memory
+        if restored.resumed.base is not None:
+            self.warm(restored.survey)
+
+    def mark(self, mark: Mark) -> bool:
+        """Prepare for the first base.
+
+        After the log has handled the mark, because training waits for the mark's copies.
+        """
+        self.warm()
+        return False
+
     def warm(self, survey: Survey | None = None) -> None:
         """Touch the memory of the first captures, once, after the first step, when optimizer state
         exists.
@@ -168,6 +165,16 @@ class Saver:
         size_bytes = min(size_bytes, max(0, pool.arena.size_bytes - beside_bytes))
         self._lane.warm(survey.tensors.values(), pool.whole[:size_bytes], pool.warm)
 
+    def park(self, identity: ShardIdentity) -> None:
+        """Keep a capture of a step without a base in memory, if the method captures every step."""
+
+    def persist_parked(self) -> None:
+        """Make the newest capture of :meth:`park` durable."""
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return the number of bases and the time that training was blocked."""
+        return {"saves": self.saves, "stall_s": dict(self.stall_s)}
+
     @property
     def _keeper(self) -> Keeper | None:
         return None if self._service is None else self._service.keeper
@@ -183,26 +190,15 @@ class Saver:
         before the first base, the answer is that of the restored one."""
         return self.restored_from_memory if self._last is None else self._last.in_memory
 
-    def take(
-        self,
-        identity: ShardIdentity,
-        *,
-        show: bool,
-        survey: Survey | None = None,
-        in_memory: bool = False,
-    ) -> Save:
+    def take(self, request: BaseRequest) -> Save:
         """Capture a base of the current state, or return the base already taken of this step.
-
-        Args:
-            identity: step, timeline and rank.
-            show: show the progress of a ``sync`` save.
-            survey: survey of the current state, if one was taken.
-            in_memory: keep the base in the memory of keepers only.
 
         Raises:
             EverstepError: this save, or an earlier one in the background, has failed and the
                 failure policy raises.
         """
+        identity = request.identity
+        in_memory = request.in_memory
         last = self._last
         base = (identity.timeline, identity.step)
         there = last is not None and (last.timeline, last.step) == base
@@ -212,25 +208,13 @@ class Saver:
         self.saves += 1
         self.last_save_s = self._clock.monotonic_s()
         with failing_save(save, self.post):
-            self._take(identity, save, survey, show=show)
+            self._take(identity, save, request.survey, show=request.show)
         self._last = save
         process = None if self._service is None else self._service.process
         if save.is_lost and process is not None and process.lost is not None:
             process.lost_steps.add(save.step)  # other ranks may still commit their shards of it
         self._channel.check()
         return save
-
-    def extend(self, extension: SaverExtension) -> None:
-        """Let ``extension`` take part in gates, in ending captures and in handling failures."""
-        self._extensions.append(extension)
-
-    def retake_lost_base(self) -> bool:
-        """Take a lost final base again, after all bases have ended.
-
-        Returns:
-            True if an extension has taken one; it is still being captured.
-        """
-        return any(extension.retake_lost_base() for extension in self._extensions)
 
     @contextlib.contextmanager
     def stalled(self, cause: str) -> Iterator[None]:
@@ -275,10 +259,10 @@ class Saver:
         """
         refuse_graph_capture()
         # A forked child inherits the hooks but not the lane: nothing is being copied there.
-        if not (self._extensions or self._pending) or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
-        for extension in self._extensions:
-            extension.gate_update(optimizer)
+        for participant in self._participants:
+            participant.gate_update(optimizer)
         if not self._pending:
             return
         start_s = self._clock.monotonic_s()
@@ -320,8 +304,8 @@ class Saver:
         """
         if not self._gates:
             return
-        for extension in self._extensions:
-            extension.finish_copies()
+        for participant in self._participants:
+            participant.finish_copies()
         self.gate(None)
         timeout_s = self._options.progress_timeout_s
         if not wait_done(self._lane.run(lambda: None), timeout_s):
@@ -567,7 +551,7 @@ class Saver:
         if isinstance(error, Exception):
             ours = as_everstep_error(error, save.step)
             handled = isinstance(ours, AuditError) and any(
-                extension.handles_torn_base(ours) for extension in self._extensions
+                participant.handles_torn_base(ours) for participant in self._participants
             )
             pending.keeper.abandon(pending.capture, None if handled else ours)
             fail(save.staged, ours)

@@ -24,6 +24,7 @@ from everstep.state.providers.plain import PlainProvider
 from everstep.state.providers.stateful import StatefulProvider, restores_data
 from everstep.state.training_state import State
 from everstep.state.values.generators import RngStates
+from everstep.trainer.participant import Participant, RestoredState
 
 __all__ = ["FirstBatches"]
 
@@ -34,32 +35,50 @@ _INSTEAD = (
 )
 
 
-class FirstBatches:
+class FirstBatches(Participant):
     """Watch the data loaders between ``resume()`` and the first step.
 
     Args:
-        state: restored state.
-        step: restored step.
+        state: state of the Checkpointer.
 
     Attributes:
         generators: random generators as they were restored.
     """
 
-    def __init__(self, state: State, step: int) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._step = step
-        state.said.clear()
-        self.generators = RngStates.now()
+        self._step = 0
         self._first = True  # no iterator was made yet
         self._made: list[_Fetches] = []
-        self._gradients = self._gradients_now()
+        self._gradients: list[tuple[int, int]] = []
         self._hooks: list[RemovableHandle] = []
+        self._is_over = True
+
+    def restored(self, restored: RestoredState) -> None:
+        """Begin to watch, if anything was restored."""
+        if restored.resumed.base is None:
+            return
+        self._step = restored.resumed.step
+        self._state.said.clear()
+        self.generators = RngStates.now()
+        self._first = True
+        self._made = []
+        self._gradients = self._gradients_now()
+        self._hooks = []
         self._is_over = False
         POSITIONS.resumed(self)  # a framework may load positions only after resume()
         _observers.add(self)
         _observe()
 
-    def end(self) -> None:
+    def go_back(self) -> None:
+        """Stop watching."""
+        self.close()
+
+    def step_ends(self) -> None:
+        """Stop watching."""
+        self.close()
+
+    def close(self) -> None:
         """Stop watching."""
         if self._is_over:
             return
@@ -118,7 +137,7 @@ class FirstBatches:
             for member in members
         )
 
-    def skipped(self, before: RngStates, made: RngStates) -> bool:
+    def batch_skipped(self, before: RngStates, made: RngStates) -> bool:
         """Examine a batch that is fetched after another one that was not trained on.
 
         Args:
@@ -233,7 +252,11 @@ class _Fetches:
         iterator = self.iterator()
         assert iterator is not None
         if torch.is_grad_enabled():  # otherwise it is an evaluation
-            if self._fetched > 0 and self.skips and not self._to.skipped(self._before, self._made):
+            if (
+                self._fetched > 0
+                and self.skips
+                and not self._to.batch_skipped(self._before, self._made)
+            ):
                 vars(iterator).pop("_next_data", None)
             self._fetched += 1
             self.gave = True

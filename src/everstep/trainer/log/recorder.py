@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,16 +29,18 @@ from everstep.format.log import RecordHead
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import Layouts, ReplacedTensors, state_digest
 from everstep.link.save import Save, as_everstep_error
+from everstep.restore.load.nonfinite import nonfinite_parameter
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import FingerprintWatch
 from everstep.seams.processes.conditions import wait_done
+from everstep.seams.stderr import print_line
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.trainer.attach.keeper import Service
-from everstep.trainer.base.saver import Saver, SaverExtension
+from everstep.trainer.base.saver import Saver
 from everstep.trainer.budget.log_limits import log_dropped, log_dropped_early, too_large
 from everstep.trainer.log.declared_updates import DeclaredUpdates
 from everstep.trainer.log.disk_log import DiskLog
@@ -45,6 +48,7 @@ from everstep.trainer.log.log_memory import LogMemory, LogTarget, Reservation
 from everstep.trainer.log.nonfinite import NonFiniteCheck
 from everstep.trainer.log.untracked_writes import UntrackedWrites
 from everstep.trainer.log.update_inputs import InputReader, RankInputReader
+from everstep.trainer.participant import Mark, Participant, RestoredState
 
 __all__ = [
     "BaseRetry",
@@ -69,7 +73,7 @@ class ReplicaRelief(Protocol):
         """Handle a log that has no memory left although a replica applies its records."""
 
 
-class Recorder(SaverExtension):
+class Recorder(Participant):
     """Record the updates of all optimizers of a state, and its step marks.
 
     Args:
@@ -82,19 +86,19 @@ class Recorder(SaverExtension):
         base_due: reason why the log needs a new base; None if it needs none.
         base_step: step of the newest requested base that has not failed.
         disk: the log on disk.
-        reachable_step: newest step that a base and the records after it lead to, all of them held
-            by the keeper in service; None if there is none.
         memory: host memory of records.
-        unseen: called when a step mark shows a change that neither an optimizer nor the program
-            announced.
         nonfinite: detects gradients that are not finite, if they are watched.
         untracked: detects writes to optimizer-owned tensors that no hook announced.
         stats: counters of records, marks, holes and stall time.
     """
 
+    follows_updates = True
+    reads_marks = True
+
     def __init__(
         self,
         options: Options,
+        run: PurePath,
         state: State,
         lane: Lane,
         channel: BackgroundChannel,
@@ -104,8 +108,9 @@ class Recorder(SaverExtension):
         log_bytes_max: int,
         replica: ReplicaRelief | None = None,
     ) -> None:
-        saver.extend(self)
+        self._saver = saver
         self._options = options
+        self._run = run
         self._state = state
         self._lane = lane
         self._channel = channel
@@ -121,7 +126,6 @@ class Recorder(SaverExtension):
         self._replica = replica
         relieved_to = (lambda: None) if replica is None else replica.relieved_to
         self.memory = LogMemory(self.disk, log_bytes_max, relieved_to)
-        self.unseen: Callable[[], None] = lambda: None
         self._pending_update: PendingUpdate | None = None
         self._layouts = Layouts()
         self._declared = DeclaredUpdates(state)
@@ -138,7 +142,7 @@ class Recorder(SaverExtension):
         self._digest = ""
         self.base_due: str | None = "no base yet"
         self._leads_here = False  # a complete base and the records since lead to the last step
-        self.reachable_step: int | None = None
+        self._reachable_step: int | None = None
         self._warned_too_large = False  # of a record that is too large
         self.stats = RecorderStats()
 
@@ -148,36 +152,25 @@ class Recorder(SaverExtension):
         step, or another reason than half-full memory made the base due."""
         return self.base_due is not None and not (self.base_due == _FULL and self._leads_here)
 
-    def start(
-        self,
-        service: Service,
-        exact: bool,
-        step: int = 0,
-        seen: Survey | None = None,
-    ) -> None:
-        """Send records to the keeper in service from now on.
-
-        Args:
-            service: keeper in service, and its timeline.
-            exact: replay of the records reproduces training bit for bit.
-            step: step of the current state.
-            seen: survey of the current state, if one was taken.
-        """
+    def start(self, service: Service) -> None:
+        """Send records to the keeper in service from now on."""
         self._discard_pending()
         keeper = service.keeper
         pool = service.pool
         if pool is not None:
             pool.give_way = self._release_log_for_base
         self._timeline = timeline = service.timeline
-        self._exact = exact
+        self._exact = service.exact
         self._opened.began(timeline)
         self.nonfinite.begin()
         self.memory.start(LogTarget(keeper, pool, timeline) if pool else None)
         self.disk.start(keeper)
         self._declared.start()
-        survey = (seen or self._state.survey()) if self.memory.target is not None else None
+        survey = (
+            (service.survey or self._state.survey()) if self.memory.target is not None else None
+        )
         self._replaced.start(survey)
-        self.untracked.start(survey, step)
+        self.untracked.start(survey, service.step)
         self._last_marked_step = None
         self._last_lsn = -1
         self._entries = None
@@ -185,7 +178,7 @@ class Recorder(SaverExtension):
             self._adopt_shape(survey)
         self.base_due = self.base_due or "a new timeline"
         self._leads_here = False
-        self.reachable_step = None
+        self._reachable_step = None
 
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
         """Begin to copy the gradients that an optimizer is about to consume.
@@ -257,11 +250,14 @@ class Recorder(SaverExtension):
             head = self._head("update", step, lsn, pattern)
             self._copy_now(head, named, dict)
 
-    def mark(self, survey: Survey, lsn: int, step: int) -> None:
+    def mark(self, mark: Mark) -> bool:
         """Record a step mark: the entries that no optimizer replays, at the end of a step (I8)."""
         target = self.memory.target
-        if target is None:
-            return
+        survey = mark.survey
+        if target is None or survey is None:
+            return False
+        step = mark.identity.step
+        untracked = False
         if why := self._retry.due(step):
             self.base_due = self.base_due or why
         last_marked = self._last_marked_step
@@ -269,14 +265,19 @@ class Recorder(SaverExtension):
         if last_marked is not None and step != last_marked + 1:
             self._add_hole(f"step {last_marked + 1} ended in an error")
         with self._recording(step):
-            self._mark(target, survey, lsn, step)
+            untracked = self._mark(target, survey, mark.identity.lsn, step)
             self.disk.over(step)
+        return untracked
 
     def base_taken(self, save: Save) -> None:
         """Continue the log from a base of this step, which is being captured.
 
         Where the log does not lead to this step, only the base does: then wait until the keeper
         has all of it, or a crash could lose more than the step in flight."""
+        with self._saver.stalled("capture"):
+            self._continue_from(save)
+
+    def _continue_from(self, save: Save) -> None:
         why = self.base_due
         self.base_due = None
         staged = save.staged
@@ -286,7 +287,7 @@ class Recorder(SaverExtension):
                 wait_done(staged, self._options.progress_timeout_s)
             there = staged.done() and not staged.cancelled() and staged.exception() is None
             self._leads_here = there
-            self.reachable_step = save.step if there else self.reachable_step
+            self._reachable_step = save.step if there else self._reachable_step
         self.untracked.follows_base = True
         before = self.base_step
         self.base_step = save.step
@@ -303,7 +304,7 @@ class Recorder(SaverExtension):
                 self.memory.base_durable(save.step)
             else:  # the keeper has discarded it
                 self._leads_here = False
-                self.reachable_step = None
+                self._reachable_step = None
                 if self.base_step == save.step:
                     self.base_step = before
                     self.memory.base_failed()
@@ -313,28 +314,86 @@ class Recorder(SaverExtension):
         with self._counted():
             self.disk.over(save.step)
 
-    def restored(
-        self, base_step: int | None, survey: Survey | None, step: int, *, on_disk: bool
-    ) -> None:
-        """Continue from a restored state.
+    def restored(self, restored: RestoredState) -> None:
+        """Continue from a restored state."""
+        self.base_step = restored.led_from or 0
+        self.untracked.follows_base = there = restored.led_from is not None
+        self._leads_here = (
+            there and self._exact and None not in (restored.survey, self.memory.target)
+        )
+        self._reachable_step = restored.resumed.step if self._leads_here else None
+        self.disk.restored(on_disk=restored.on_disk is not None)
 
-        Args:
-            base_step: step of the base it was restored from; None if there was none.
-            survey: survey of the restored state.
-            step: step it was restored to.
-            on_disk: the base is on disk.
-        """
-        self.base_step = base_step or 0
-        self.untracked.follows_base = there = base_step is not None
-        self._leads_here = there and self._exact and None not in (survey, self.memory.target)
-        self.reachable_step = step if self._leads_here else None
-        self.disk.restored(on_disk=on_disk)
-
-    def on_disk(self, number: int) -> None:
+    def log_on_disk(self, number: int) -> None:
         """Release records up to ``number``, which are on disk; 0 if the keeper was lost. Any
         thread."""
         self.disk.reached(number)
         self.memory.release()
+
+    def base_everywhere(self, step: int) -> None:
+        """Release records that only peers without the base of ``step`` needed. Any thread."""
+        self.memory.base_everywhere(step)
+
+    @property
+    def is_as_marked(self) -> bool:
+        """False if an optimizer-owned tensor was written to since the last mark."""
+        return self.untracked.is_as_marked
+
+    @property
+    def durable_step(self) -> int | None:
+        """Newest step that the log on disk leads to."""
+        return self.disk.step
+
+    @property
+    def reachable_step(self) -> int | None:
+        """Newest step that a base and the records after it lead to, all of them held by the keeper
+        in service."""
+        return self._reachable_step
+
+    def lacks_base_of(self, step: int) -> bool:
+        """Return True if ``step`` is newer than the last base: the log in memory ends with this
+        process."""
+        return step > self.base_step
+
+    def refuses_last_base(self, step: int) -> bool:
+        """Return True, with a message, if the parameters are not finite."""
+        bad = self.nonfinite.first
+        if bad is None or not nonfinite_parameter(self._state):
+            return False
+        self.nonfinite.given_up = True
+        before = (
+            ""
+            if bad.step is None
+            else f"; to keep the state before, call ckpt.rewind({bad.step - 1}) first"
+        )
+        print_line(
+            f"everstep: {self._run}: no last base of step {step} is taken, as its parameters are "
+            f"not finite ({bad.message}); to take one, call ckpt.save() before close(){before}"
+        )
+        return True
+
+    @property
+    def holds_steps(self) -> bool:
+        """True if records lead further than any base, and a last base was not refused."""
+        return not self.nonfinite.given_up and self.memory.is_ahead
+
+    @property
+    def holds_steps_at_exit(self) -> bool:
+        """True if records lead further than any base; with a replica, they are in its state."""
+        return self._replica is None and self.memory.is_ahead
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return what was recorded."""
+        return {
+            "log_bytes": self.stats.record_bytes,
+            "log_steps_in_memory": self.disk.steps_in_memory,
+            "log_holes": self.stats.holes,
+        }
+
+    @property
+    def needs_base(self) -> bool:
+        """True if the log needs a base."""
+        return self.base_due is not None
 
     def handles_torn_base(self, error: AuditError) -> bool:
         """Make a new base due at the next step mark; see
@@ -348,7 +407,9 @@ class Recorder(SaverExtension):
         self._entries = shape.entries
         self._in_marks = [e.name for e in shape.entries if shape.owners[e.name].in_marks]
 
-    def _mark(self, target: LogTarget, survey: Survey, lsn: int, step: int) -> None:
+    def _mark(self, target: LogTarget, survey: Survey, lsn: int, step: int) -> bool:
+        """Record a step mark; return True if the state was changed by something that no hook has
+        announced."""
         written = self.untracked.at_mark(survey, step)
         regrouped = not self._inputs.grouped_as_before()
         if survey.shape.entries is not self._entries or regrouped:
@@ -362,9 +423,8 @@ class Recorder(SaverExtension):
         if not regrouped and (replaced := self._replaced.since(survey)):
             why = f"{replaced!r} was replaced by another tensor, not by its optimizer"
         if why is not None:  # an update of this step may have been recorded before
-            self.unseen()
             self._add_hole(why)
-            return
+            return True
         named = {name: survey.tensors[name] for name in self._in_marks}
         samples, ran = self._declared.samples(survey)
         named |= samples | self.untracked.samples(step)
@@ -373,7 +433,7 @@ class Recorder(SaverExtension):
         notified = self._copy_now(head, named, survey.objects, ran, about_bytes)
         if notified is None:
             self._lane.run(survey.measure)  # the objects may be smaller next time
-            return
+            return False
         # Wait until the keeper has the mark, or a crash could lose more than the step in flight.
         # The lane is short here: only this step's updates are before it, as no update begins while
         # a base is being copied.
@@ -387,8 +447,9 @@ class Recorder(SaverExtension):
         # On the lane: touching pages overlaps the next backward.
         self._lane.run(lambda: target.pool.warm_ahead(2 * step_bytes))
         self.stats.marks += 1
-        self.reachable_step = step if self._leads_here else self.reachable_step
+        self._reachable_step = step if self._leads_here else self._reachable_step
         self.disk.marked(self.memory.number, step)
+        return False
 
     def _copy(
         self, target: LogTarget, key: str, lsn: int, step: int, over: bool
@@ -544,7 +605,7 @@ class Recorder(SaverExtension):
         if self.memory.relieved_to() is not None or not self.memory.surrender():
             return False
         self._add_hole("its memory was released for a base")
-        self.reachable_step = None
+        self._reachable_step = None
         self._channel.post_notice(log_dropped(self._last_marked_step))
         return True
 

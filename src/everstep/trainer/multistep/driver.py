@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from everstep.capture.lanes.lane import Lane
 from everstep.config.options import Options
@@ -31,20 +32,21 @@ from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base.mark_state import MarkSnapshot
-from everstep.trainer.base.saver import Saver, SaverExtension
+from everstep.trainer.base.saver import Saver
 from everstep.trainer.multistep.copies import WindowCopies
 from everstep.trainer.multistep.ending import VOID_MAX, BaseInProgress, EndAlone, StepMark
 from everstep.trainer.multistep.measurements import MultistepStats, device_event
 from everstep.trainer.multistep.partition import Partitioner
 from everstep.trainer.multistep.plan import WindowPlan, WindowPlanner, redo_bytes
 from everstep.trainer.multistep.window import Handover, Window, WindowVoid
+from everstep.trainer.participant import BaseRequest, Mark, Participant
 
 __all__ = ["MultistepDriver"]
 
 _log = logging.getLogger("everstep")
 
 
-class MultistepDriver(SaverExtension):
+class MultistepDriver(Participant):
     """Take bases over several steps, one at a time.
 
     Args:
@@ -66,6 +68,8 @@ class MultistepDriver(SaverExtension):
         copies: copies of parts and gradients.
         planner: plans windows.
     """
+
+    follows_updates = True
 
     def __init__(
         self,
@@ -95,7 +99,29 @@ class MultistepDriver(SaverExtension):
         explicit = isinstance(options.method.parts, int)
         consumption = self.copies.consumption
         self.planner = WindowPlanner(state, lane, partitioner, consumption, explicit=explicit)
-        saver.extend(self)
+
+    @property
+    def needs_base(self) -> bool:
+        """True if another base is due after one became void."""
+        return self.end.again is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """True if, among all ranks, a base is in progress that was due before the last mark."""
+        base = self.end.in_progress
+        return base is not None and self._identity is not None and base.due < self._identity.step
+
+    def base_deferred(self) -> None:
+        """Count a base that was due while another one was in progress."""
+        self.stats.deferred += 1
+
+    def go_back(self) -> None:
+        """Abandon the base in progress: its steps are undone."""
+        self.drop("training goes back")
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return the statistics of all windows."""
+        return {"multistep": self.stats.report()}
 
     @property
     def again(self) -> str | None:
@@ -114,7 +140,7 @@ class MultistepDriver(SaverExtension):
 
     # --- At step marks ------------------------------------------------------------------
 
-    def ask(self, step: int) -> None:
+    def base_is_due(self, step: int) -> None:
         """Agree with all ranks where a base that is due at the end of ``step`` ends.
 
         Every rank calls this at each such step, whatever has failed there.
@@ -125,22 +151,21 @@ class MultistepDriver(SaverExtension):
         if self.end.can_begin(step):
             self.end.begin(step, self._plan(self._identity))
 
-    def take(self, identity: ShardIdentity, survey: Survey | None, *, single_step: bool) -> Save:
-        """Take a base: over the next steps, or (``single_step``) of the step that has just ended.
-
-        Args:
-            identity: step, timeline and rank.
-            survey: survey of the current state, if one was taken.
-            single_step: capture the base of this very step, on all ranks.
+    def take(self, request: BaseRequest) -> Save:
+        """Take a base: over the next steps, or (``show``) of the step that has just ended, on all
+        ranks.
 
         Raises:
             EverstepError: this save, or an earlier one in the background, has failed and the
                 failure policy raises.
         """
+        identity = request.identity
+        survey = request.survey
+        single_step = request.show
         end = self.end
         end.again = None
         if not single_step:
-            # Several ranks have agreed in ask(): not here, which some of them may not reach.
+            # Several ranks have agreed in base_is_due(): not here, which some of them may not reach.
             if not end.shared and end.can_begin(identity.step) and not self._is_taken(identity):
                 with contextlib.suppress(EverstepError):  # the base of one step reports it
                     survey = survey or self._state.survey()
@@ -163,14 +188,10 @@ class MultistepDriver(SaverExtension):
         end.voids_in_row = 0
         return self._take_single_step(identity, survey, times_link=times_link)
 
-    def marked(self, identity: ShardIdentity) -> bool:
-        """Continue the base in progress at a step mark.
-
-        Returns:
-            True if, among all ranks, a base is in progress that was due before: no other can begin.
-        """
+    def mark(self, mark: Mark) -> bool:
+        """Continue the base in progress at a step mark."""
         end = self.end
-        self._identity = identity
+        self._identity = identity = mark.identity
         self._invalidate_mark()
         self.copies.partitioner.steps.marked(self.stats.stalled_s)
         closing = self.stats.closing is not None  # the previous mark was the last one of a window
@@ -192,8 +213,7 @@ class MultistepDriver(SaverExtension):
                 self._await_window(base, identity)
             else:
                 self._continue_window(self.window, identity)
-        base = end.in_progress
-        return base is not None and base.due < identity.step
+        return False
 
     def finish_copies(self) -> None:
         """End the base in progress at the last step mark, on all ranks or on none: no step will
@@ -238,7 +258,7 @@ class MultistepDriver(SaverExtension):
         if mark is None or not mark.holds(self._state):
             return False
         self.end.again = None
-        self._saver.take(mark.identity, show=False)
+        self._saver.take(BaseRequest(mark.identity, None, False))
         return True
 
     def handles_torn_base(self, error: AuditError) -> bool:
@@ -370,12 +390,12 @@ class MultistepDriver(SaverExtension):
         """
         pool = self._pool
         if not times_link or pool is None:
-            return self._saver.take(identity, show=False, survey=survey)
+            return self._saver.take(BaseRequest(identity, survey, False))
         survey = survey or self._state.survey()
         size_bytes = self._saver.prepare_base(survey, identity).size_bytes
         self.stats.parts = 1
         with self.planner.timing_link(size_bytes, survey.tensors, pool):
-            return self._saver.take(identity, show=False, survey=survey)
+            return self._saver.take(BaseRequest(identity, survey, False))
 
     # --- A window -----------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import PurePath
+from typing import Any
 
 import torch
 
@@ -36,7 +37,8 @@ from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase
-from everstep.trainer.base.saver import Saver, SaverExtension
+from everstep.trainer.base.saver import Saver
+from everstep.trainer.participant import BaseRequest, Participant
 from everstep.trainer.schedule.scheduler import Scheduler
 
 __all__ = ["ScheduledSaver"]
@@ -50,6 +52,7 @@ class ScheduledSaver(Saver):
     """
 
     copies_in_flight = 3
+    parks = True
 
     def __init__(
         self,
@@ -59,11 +62,11 @@ class ScheduledSaver(Saver):
         lane: Lane,
         channel: BackgroundChannel,
         clock: Clock,
+        participants: Sequence[Participant],
     ) -> None:
         self.scheduler = Scheduler(run, state, lane)
         self._planned = _PlannedLane(lane, self.scheduler)
-        super().__init__(options, run, state, self._planned, channel, clock)
-        self.extend(_ScheduleGate(self))
+        super().__init__(options, run, state, self._planned, channel, clock, participants)
         self._can_park = state.ranks.world == 1 and not options.method.in_memory
         self._parking = threading.Lock()
         self._parked: Capture | None = None  # newest complete capture
@@ -88,7 +91,7 @@ class ScheduledSaver(Saver):
         return None if self._service is None else self._service.process
 
     @property
-    def parked_step(self) -> int | None:
+    def reachable_step(self) -> int | None:
         """Return the step of the newest complete capture held by the keeper; None if it
         holds none."""
         parked = self._parked
@@ -113,24 +116,16 @@ class ScheduledSaver(Saver):
         self._last = save
         self._channel.check()
 
-    def take(
-        self,
-        identity: ShardIdentity,
-        *,
-        show: bool,
-        survey: Survey | None = None,
-        in_memory: bool = False,
-    ) -> Save:
-        save = self._take_or_persist(identity, show=show, survey=survey, in_memory=in_memory)
-        if show:
+    def take(self, request: BaseRequest) -> Save:
+        save = self._take_or_persist(request)
+        if request.show:
             # The caller may wait for this base before the next step: copies planned for events of
             # that step would never be issued.
             self.scheduler.flush()
         return save
 
-    def _take_or_persist(
-        self, identity: ShardIdentity, *, show: bool, survey: Survey | None, in_memory: bool
-    ) -> Save:
+    def _take_or_persist(self, request: BaseRequest) -> Save:
+        identity = request.identity
         again = None
         with contextlib.suppress(KeeperError):  # a lost keeper is reported by the take() below
             again = self._persist_newest(identity)
@@ -140,9 +135,9 @@ class ScheduledSaver(Saver):
         last = self._last
         base = (identity.timeline, identity.step)
         same = last is not None and (last.timeline, last.step) == base
-        if not same or (self.last_is_in_memory and not in_memory):
+        if not same or (self.last_is_in_memory and not request.in_memory):
             self.scheduler.end_step()
-        return super().take(identity, show=show, survey=survey, in_memory=in_memory)
+        return super().take(request)
 
     def persist_parked(self) -> None:
         """Make the newest complete capture durable if it is not; no copy may be in progress.
@@ -216,7 +211,13 @@ class ScheduledSaver(Saver):
                 self._planned.next = None
                 dispatch.fail(StateError("the capture failed before it began", step=save.step))
 
-    def gate_planned(self, optimizer: str | None) -> None:
+    def finish_copies(self) -> None:
+        self.scheduler.flush()
+
+    def figures(self) -> Mapping[str, Any]:
+        return {**super().figures(), "schedule": self.scheduler.stats()}
+
+    def gate_update(self, optimizer: str | None) -> None:
         """Block an update until it cannot tear a planned capture (I1)."""
         timeout_s = self._options.progress_timeout_s
         wait_s, late = self.scheduler.gate(optimizer, timeout_s)
@@ -262,19 +263,6 @@ class ScheduledSaver(Saver):
                     self._of_before = starts != self._starts
         if older is not None:
             older.on_end(older)
-
-
-class _ScheduleGate(SaverExtension):
-    """Gate of the captures that follow a plan."""
-
-    def __init__(self, saver: ScheduledSaver) -> None:
-        self._saver = saver
-
-    def gate_update(self, optimizer: str | None) -> None:
-        self._saver.gate_planned(optimizer)
-
-    def finish_copies(self) -> None:
-        self._saver.scheduler.flush()
 
 
 class _PlannedLane:

@@ -27,7 +27,6 @@ from everstep.link.save import Save
 from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
 from everstep.plan.interval import Choice, checkfreq_interval, without_log
 from everstep.plan.seldom import seldom
-from everstep.restore.start.resume import Resumed
 from everstep.seams import Clock
 from everstep.seams.stderr import print_line
 from everstep.trainer.attach.keepers import Keepers
@@ -41,6 +40,7 @@ from everstep.trainer.budget.disk import (
 )
 from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.log.recorder import Recorder
+from everstep.trainer.participant import Mark, Participant, RestoredState
 from everstep.trainer.session.interval_vote import HYSTERESIS, IntervalProposal, agree_on_interval
 
 __all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "Cadence"]
@@ -70,7 +70,7 @@ class _Seen:
     linked_bytes: int = 0
 
 
-class Cadence:
+class Cadence(Participant):
     """Measure the steps and bases of one training process, and decide when a base is due.
 
     Args:
@@ -145,12 +145,9 @@ class Cadence:
         """Estimated seconds of training between two failures."""
         return self._estimator.mtbf_s
 
-    def resumed(self, resumed: Resumed, *, again: bool) -> None:
-        """Continue from a restored state.
-
-        Args:
-            again: True if this process has trained before, so that no failure is counted.
-        """
+    def restored(self, restored: RestoredState) -> None:
+        """Continue from a restored state; count failures if this process has not trained before."""
+        resumed = restored.resumed
         self._last_s = None
         self._base_step = resumed.step
         loaded = resumed.loaded
@@ -158,7 +155,7 @@ class Cadence:
             self._estimator.observe_load(loaded.size_bytes, resumed.load_s)
         if resumed.replayed and resumed.replay_s > 0:
             self._estimator.observe_replay(resumed.replayed, resumed.replay_s)
-        if not again and self._failed_at is not None:
+        if not restored.again and self._failed_at is not None:
             self._first_step = resumed.step
             self._failed_at = [*resumed.forks, *([] if loaded is None else [resumed.step])]
 
@@ -166,7 +163,7 @@ class Cadence:
         """Count the interval from ``step`` on, even if the base of it fails."""
         self._base_step = step
 
-    def base_started(self, save: Save) -> None:
+    def base_taken(self, save: Save) -> None:
         """Measure the base that was requested until it ends."""
         self._in_flight = save
         self._beside_s = []
@@ -225,6 +222,20 @@ class Cadence:
         due = since >= interval and all(report["free"] for report in reports)
         left = interval if due else interval - since
         return due, min(left, ASK_EVERY) if left > 0 else ASK_EVERY
+
+    def mark(self, mark: Mark) -> bool:
+        """Measure the step that has ended."""
+        self.step_ended()
+        return False
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return the interval, what it follows from, and what it costs."""
+        return {
+            "interval_steps": self.interval_steps,
+            "step_s": self.step_s,
+            "mtbf_s": self.mtbf_s,
+            "forecast_bytes_per_day": None if self.forecast is None else self.forecast.total_bytes,
+        }
 
     def step_ended(self) -> None:
         """Measure a step that has ended, and review the choices from time to time."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.config.options import Options
 from everstep.errors import (
@@ -27,130 +27,224 @@ from everstep.errors import (
 )
 from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
-from everstep.restore.load.nonfinite import nonfinite_parameter
 from everstep.seams.stderr import print_line, print_line_to
 from everstep.state.survey.survey import Survey
-from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.base.saver import Saver
-from everstep.trainer.log.log_memory import LogMemory
-from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.schedule.saver import ScheduledSaver
 from everstep.trainer.session.calls import CallGuard
 from everstep.trainer.session.components import Components
-from everstep.trainer.session.replica_bases import ReplicaBases
-from everstep.trainer.session.state_watch import StateWatch
+
+if TYPE_CHECKING:
+    from everstep.trainer.session.session import Session
 
 __all__ = [
-    "AtExit",
+    "Closing",
     "finish_at_exit",
     "is_lost",
-    "must_stay",
-    "needs_last_base",
-    "persist_parked",
-    "raise_first",
     "report_lost_bases",
-    "report_lost_steps",
-    "retake_failed_base",
-    "save_memory_base",
-    "skips_last_base",
-    "stays_for_log",
-    "take_last_base",
-    "wait_and_collect",
     "wait_for_bases",
 ]
 
 _log = logging.getLogger("everstep")
 
 
-class AtExit:
-    """Finish the last base of a script that ends without ``close()``.
+class Closing:
+    """End of a session, by ``close()`` or at the exit of the process.
 
     Args:
-        calls: calls of other threads, which are refused from then on. A daemon thread that keeps
-            training would take base after base, and each would be waited for.
+        session: session to end.
+        calls: calls of other threads, which are refused from the exit on. A daemon thread that
+            keeps training would take base after base, and each would be waited for.
     """
 
-    def __init__(self, calls: CallGuard) -> None:
+    def __init__(self, session: Session, calls: CallGuard) -> None:
+        self._session = session
         self._calls = calls
-        self._job: Callable[[], None] | None = None
+        self._at_exit: Callable[[], None] | None = None
+        self._last: Save | None = None  # taken by close()
 
-    def arm(
-        self,
-        components: Components,
-        keeper: Keeper,
-        abandon: Callable[[], None],
-        *,
-        stay: bool,
-    ) -> None:
-        """Finish ``keeper`` at the exit of this process.
+    # --- At the exit of the process -----------------------------------------------------
 
-        Args:
-            abandon: function to call first.
-            stay: True to leave the keeper with its memory, as if this process had crashed.
-        """
+    def arm(self, keeper: Keeper) -> None:
+        """Finish ``keeper`` at the exit of this process, if close() is not called before."""
         self.disarm()
+        # Nothing here may refer to the session: one that is dropped must not live until the exit,
+        # or its signal handlers would.
+        calls = self._calls
+        abandon = self._session.watch.abandon
 
         def end_training() -> None:
-            self._calls.last()
+            calls.last()
             abandon()
 
-        # With a replica, the records are in its state, too.
-        has_log = components.recorder is not None and not components.replica_bases
-        rooms = components.recorder.memory if has_log and components.recorder else None
-        self._job = partial(
+        self._at_exit = partial(
             finish_at_exit,
-            components.saver,
+            self._session.parts,
             keeper,
             end_training,
             os.getpid(),
             sys.stderr,
-            rooms,
-            stay=stay,
+            stay=self._session.keeper_is_needed,
         )
-        atexit.register(self._job)
+        atexit.register(self._at_exit)
 
     def disarm(self) -> None:
         """Do nothing at exit."""
-        if self._job is not None:
-            atexit.unregister(self._job)
-        self._job = None
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+        self._at_exit = None
+
+    # --- By close() ---------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take a last base if state would be lost otherwise, wait until all is durable, and release
+        everything.
+
+        Raises:
+            EverstepError: An operation in the background has failed, and the policy is to raise.
+        """
+        session = self._session
+        failed = list[EverstepError]()
+        stay = False
+        completed = False
+        try:
+            stay = self._take_last(failed)
+            self._wait(failed)
+            _report_lost_steps(session, failed)
+            completed = True
+        finally:
+            # Also after an interrupt: the keeper must then keep what is on no disk.
+            stay = stay or self._must_stay(completed=completed)
+            session.release(stay=stay)
+        _raise_first(failed)
+
+    def _take_last(self, failed: list[EverstepError]) -> bool:
+        """Take the last base if state would be lost without it.
+
+        A log in memory and captures of every step end with this process.
+
+        Returns:
+            True if the keeper must stay, since nothing else has that state.
+        """
+        session = self._session
+        parts = session.parts
+        if session.keeper is None:  # no timeline was opened, or an interrupt came while it was
+            return session.at.timeline > 0
+        session.consensus.flush_errors()
+        self._persist_parked(failed)
+        if session.starter.live_state.is_mixed:
+            return False
+        survey = session.watch.survey_at_mark
+        if parts.saver.last_is_in_memory:
+            return self._save_memory_base(survey, failed)
+        step = session.at.step
+        lacking = [one for one in parts.participants if one.lacks_base_of(step)]
+        if not lacking or any(one.refuses_last_base(step) for one in lacking):
+            return False
+        if survey is None:
+            return _stays_for_log(parts.run, step, parts.options, session.keeper)
+        self._take(survey, failed)
+        return False
+
+    def _persist_parked(self, failed: list[EverstepError]) -> None:
+        """Make the newest capture of a schedule durable, as captures end with this process.
+
+        The loss of the keeper is no failure yet if a base can still be taken: the next wait reports
+        it and takes one.
+        """
+        saver = self._session.parts.saver
+        if not saver.parks:
+            return
+        try:
+            saver.finish_captures()
+            saver.persist_parked()
+        except EverstepError as error:
+            if not (self._session.watch.is_at_a_step and saver.is_keeper_loss(error)):
+                failed.append(error)
+
+    def _save_memory_base(self, survey: Survey | None, failed: list[EverstepError]) -> bool:
+        """Write a last base to disk when the newest one is in the memory of keepers only.
+
+        Args:
+            survey: state at the last step mark; None if it was changed since.
+            failed: list that receives a failure.
+
+        Returns:
+            True if the keeper must stay because no base was written. Prints a message then.
+        """
+        if survey is not None:
+            return not self._take(survey, failed) or bool(failed)
+        print_line(
+            f"everstep: {self._session.parts.run}: no last base is taken: the state was changed "
+            "since the last step (close() before the change takes one). The newest base stays in "
+            "the keeper's memory for a while: resume within that time"
+        )
+        return True
+
+    def _take(self, survey: Survey, failed: list[EverstepError]) -> bool:
+        """Take the last base; return True if it was started, else add the failure to ``failed``."""
+        try:
+            self._last = self._session.take(survey, show=True)
+        except EverstepError as error:
+            failed.append(error)
+            return False
+        return True
+
+    def _wait(self, failed: list[EverstepError]) -> None:
+        """Wait until everything is durable or has failed; add the failures to ``failed``.
+
+        One failed base is no reason to abandon the next ones.
+        """
+        session = self._session
+        while True:
+            try:
+                session.wait(None)
+                if not self._retake_failed_base(failed):
+                    return
+            except EverstepError as error:
+                failed.append(error)
+                if isinstance(error, DeadlineError) or session.parts.keepers.unavailable:
+                    return
+
+    def _retake_failed_base(self, failed: list[EverstepError]) -> bool:
+        """Capture the last base if the keeper's replica has failed to make it.
+
+        The replica may have stopped, or the base that it was to begin with has failed.
+
+        Returns:
+            True if a base was started.
+        """
+        if not any(one.forget_failed_base() for one in self._session.parts.participants):
+            return False
+        survey = self._session.watch.survey_at_mark
+        return survey is not None and self._take(survey, failed)
+
+    def _must_stay(self, *, completed: bool) -> bool:
+        """Return True if the keeper must keep running.
+
+        That is the case if the last base has failed or was interrupted, or was never tried because
+        a resume was interrupted. Prints a message if only the keeper has the log.
+
+        Args:
+            completed: True if ``close()`` was not interrupted.
+        """
+        session = self._session
+        if session.keeper_is_needed and (not completed or is_lost(self._last)):
+            return True
+        if not any(one.holds_steps for one in session.parts.participants):
+            return False
+        return _report_log_holder(session.keeper, f"{session.parts.run}: no last base", sys.stderr)
 
 
-def wait_for_bases(saver: Saver, keeper: Keeper, timeout_s: float | None) -> None:
+def wait_for_bases(components: Components, keeper: Keeper, timeout_s: float | None) -> None:
     """Wait until all bases are durable, including those taken in place of lost ones."""
     keeper.wait(timeout_s)
-    if saver.retake_lost_base():
-        saver.finish_captures()
+    if any(one.retake_lost_base() for one in components.participants):
+        components.saver.finish_captures()
         keeper.wait(timeout_s)
 
 
-def wait_and_collect(
-    wait: Callable[[], None], unavailable: Callable[[], bool], again: Callable[[], bool]
-) -> list[EverstepError]:
-    """Wait until everything is durable or has failed; return the failures.
-
-    Args:
-        wait: function that raises one failure at a time. One failed base is no reason to abandon
-            the next ones.
-        unavailable: function that returns True if there is no keeper left to wait for.
-        again: function that takes a failed base once more if that may succeed, and returns True if
-            it did so.
-    """
-    failed: list[EverstepError] = []
-    while True:
-        try:
-            wait()
-            if not again():
-                return failed
-        except EverstepError as error:
-            failed.append(error)
-            if isinstance(error, DeadlineError) or unavailable():
-                return failed
-
-
-def raise_first(failed: Sequence[EverstepError]) -> None:
+def _raise_first(failed: Sequence[EverstepError]) -> None:
     """Raise the first failure and log the others."""
     for other in failed[1:]:
         _log.error("another background operation failed: %s", other)
@@ -159,12 +253,11 @@ def raise_first(failed: Sequence[EverstepError]) -> None:
 
 
 def finish_at_exit(
-    saver: Saver,
+    components: Components,
     keeper: Keeper,
     abandon: Callable[[], None],
     pid: int,
     shown: Any,
-    rooms: LogMemory | None = None,
     *,
     stay: bool = False,
 ) -> None:
@@ -176,13 +269,13 @@ def finish_at_exit(
         abandon: function to call first; gives up operations in progress among several ranks.
         pid: process that made the Checkpointer.
         shown: stream for messages.
-        rooms: memory of the log; None without a log, or with a replica.
         stay: True to leave everything to the keeper, which keeps the log, too. Another rank may
             have died, and all ranks need this one's log to resume.
     """
     if os.getpid() != pid:
         return  # a forked child has inherited the exit handler, but owns nothing
     abandon()
+    saver = components.saver
     if stay:
         with contextlib.suppress(EverstepError):
             saver.finish_captures()
@@ -192,9 +285,8 @@ def finish_at_exit(
     while True:
         try:
             saver.finish_captures()
-            if isinstance(saver, ScheduledSaver):
-                saver.persist_parked()
-            wait_for_bases(saver, keeper, None)
+            saver.persist_parked()
+            wait_for_bases(components, keeper, None)
             break
         except EverstepError as error:
             if not saver.is_keeper_loss(error):
@@ -202,7 +294,7 @@ def finish_at_exit(
             if isinstance(error, DeadlineError):
                 break
     _report_lost_keeper(keeper, shown)
-    stays = rooms is not None and rooms.is_ahead
+    stays = any(one.holds_steps_at_exit for one in components.participants)
     if stays:
         _report_log_holder(keeper, "this script ended without close()", shown)
     keeper.close(stay=stays)
@@ -229,35 +321,7 @@ def _report_lost_keeper(keeper: Keeper, shown: Any) -> None:
         print_line_to(shown, f"everstep: data that was not durable{bases} was lost at exit: {why}")
 
 
-def skips_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
-    """Return True if no last base is taken because the parameters are not finite.
-
-    Prints a message in that case.
-    """
-    bad = None if recorder is None else recorder.nonfinite.first
-    if recorder is None or bad is None or not nonfinite_parameter(state):
-        return False
-    recorder.nonfinite.given_up = True
-    before = (
-        ""
-        if bad.step is None
-        else f"; to keep the state before, call ckpt.rewind({bad.step - 1}) first"
-    )
-    print_line(
-        f"everstep: {run}: no last base of step {step} is taken, as its parameters are not finite "
-        f"({bad.message}); to take one, call ckpt.save() before close(){before}"
-    )
-    return True
-
-
-def needs_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
-    """Return True if a last base is needed because the log in memory ends with this process."""
-    if recorder is None or step <= recorder.base_step:
-        return False
-    return not skips_last_base(run, step, recorder, state)
-
-
-def stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) -> bool:
+def _stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) -> bool:
     """Return True if the keeper must stay, because no last base can be taken of the last step.
 
     The state was changed since the last step mark, so only the log in the keeper's memory has that
@@ -281,116 +345,6 @@ def stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) ->
         f"(close() before the change takes one). The log since the newest base {where}"
     )
     return stays
-
-
-def must_stay(
-    run: PurePath,
-    recorder: Recorder | None,
-    keeper: Keeper | None,
-    last: Save | None,
-    *,
-    completed: bool,
-    needed: bool,
-) -> bool:
-    """Return True if ``close()`` must leave the keeper running.
-
-    That is the case if the last base has failed or was interrupted, or was never tried because a
-    resume was interrupted. Prints a message if only the keeper has the log.
-
-    Args:
-        last: the last base; None if none was taken.
-        completed: True if ``close()`` was not interrupted.
-        needed: True if other ranks need this rank's log, or only the keeper has bases.
-    """
-    if needed and (not completed or is_lost(last)):
-        return True
-    if recorder is None or recorder.nonfinite.given_up or not recorder.memory.is_ahead:
-        return False
-    return _report_log_holder(keeper, f"{run}: no last base", sys.stderr)
-
-
-def persist_parked(saver: Saver, failed: list[EverstepError], *, again: bool) -> None:
-    """Make the newest capture of a schedule durable, as captures end with this process.
-
-    Args:
-        failed: list that receives a failure.
-        again: True to ignore the loss of the keeper: the next wait reports it and takes another
-            base.
-    """
-    if not isinstance(saver, ScheduledSaver):
-        return
-    try:
-        saver.finish_captures()
-        saver.persist_parked()
-    except EverstepError as error:
-        if not (again and saver.is_keeper_loss(error)):
-            failed.append(error)
-
-
-def take_last_base(
-    survey: Survey, take: Callable[[Survey], None], failed: list[EverstepError]
-) -> bool:
-    """Take the last base; return True if it was started.
-
-    Args:
-        take: function that takes a base of a survey.
-        failed: list that receives a failure.
-    """
-    try:
-        take(survey)
-    except EverstepError as error:
-        failed.append(error)
-        return False
-    return True
-
-
-def retake_failed_base(
-    replica_bases: ReplicaBases | None,
-    state_watch: StateWatch,
-    take: Callable[[Survey], None],
-    failed: list[EverstepError],
-) -> bool:
-    """Capture the last base if the keeper's replica has failed to make it.
-
-    The replica may have stopped, or the base that it was to begin with has failed.
-
-    Args:
-        take: function that takes a base of a survey.
-        failed: list that receives a failure.
-
-    Returns:
-        True if a base was started.
-    """
-    if replica_bases is None or not replica_bases.has_failed():
-        return False
-    survey = state_watch.survey_at_mark
-    return survey is not None and take_last_base(survey, take, failed)
-
-
-def save_memory_base(
-    run: PurePath,
-    survey: Survey | None,
-    take: Callable[[Survey], None],
-    failed: list[EverstepError],
-) -> bool:
-    """Write a last base to disk when the newest one is in the memory of keepers only.
-
-    Args:
-        survey: state at the last step mark; None if it was changed since.
-        take: function that takes a base of a survey.
-        failed: list that receives a failure.
-
-    Returns:
-        True if the keeper must stay because no base was written. Prints a message then.
-    """
-    if survey is not None:
-        return not take_last_base(survey, take, failed) or bool(failed)
-    print_line(
-        f"everstep: {run}: no last base is taken: the state was changed since the last step "
-        "(close() before the change takes one). The newest base stays in the keeper's memory for a "
-        "while: resume within that time"
-    )
-    return True
 
 
 def is_lost(save: Save | None) -> bool:
@@ -417,21 +371,18 @@ def report_lost_bases(
         _report_base_lost_on_all_ranks(before, channel)
 
 
-def report_lost_steps(
-    step: int,
-    keepers: Keepers,
-    options: Options,
-    channel: BackgroundChannel,
-    failed: list[EverstepError],
-) -> None:
+def _report_lost_steps(session: Session, failed: list[EverstepError]) -> None:
     """Report the steps lost because a lost keeper could not be replaced before training ended.
 
     A keeper that now serves another process has been reported already.
 
     Args:
-        step: the last step.
         failed: list that receives the error first, if the policy is to raise.
     """
+    step = session.at.step
+    options = session.parts.options
+    keepers = session.parts.keepers
+    channel = session.parts.channel
     why = keepers.attempts.why_not
     durable_step = keepers.stats.durable_step
     if why is None or isinstance(why, FencedError) or step == (durable_step or 0):

@@ -6,7 +6,7 @@ components, and prints the lines of the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -18,12 +18,11 @@ from everstep.errors import OptionError
 from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
-from everstep.seams import Seams
 from everstep.seams.clock import Clock
 from everstep.seams.stderr import print_line
 from everstep.state.ranks.ddp import refuse_divergent_updates
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere, parameter_logged_twice
-from everstep.state.survey.survey import Shape, Survey
+from everstep.state.survey.survey import Shape
 from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.keeper import Service
@@ -53,21 +52,25 @@ from everstep.trainer.budget.startup_notice import (
     marks_notice,
     startup_notice,
 )
+from everstep.trainer.checks.first_batches import FirstBatches
 from everstep.trainer.checks.keeper_replay import (
     require_replayable,
     require_replicable,
     why_inexact,
 )
-from everstep.trainer.job.job import Job
 from everstep.trainer.job.peer_nodes import memory_notice, peer_notice, refuse_single_base_with_peer
+from everstep.trainer.job.place import RunPlace
+from everstep.trainer.log.nonfinite import NonFiniteCheck
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.residuals import residual_bytes, warn_of_unsaved_residuals
 from everstep.trainer.multistep.driver import MultistepDriver
 from everstep.trainer.multistep.ending import window_end
 from everstep.trainer.multistep.plan import replayable_gradient_bytes
+from everstep.trainer.participant import BaseSource, Participant
 from everstep.trainer.schedule.saver import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.replica_bases import ReplicaBases
+from everstep.trainer.session.stats import RecoverableSteps
 
 __all__ = ["Components", "build_components"]
 
@@ -78,39 +81,39 @@ class Components:
 
     Attributes:
         run_id: id of the run folder.
-        recorder: recorder of the gradient log; None without a log.
-        replica_bases: requests to the keeper's replica; None without a replica.
-        multistep: window of multi-step bases; None for other methods.
+        source: participant that bases are requested from.
+        participants: all participants, in the order in which they handle a step mark: the log
+            first, the interval after everything that it measures.
+        nonfinite: check of recorded gradients; None without a log.
         bounds: announced upper bounds.
     """
 
+    options: Options
+    run: PurePath
     run_id: str
+    state: State
     channel: BackgroundChannel
     ring: ChunkRing
     lane: Lane
     keepers: Keepers
     saver: Saver
-    recorder: Recorder | None
-    replica_bases: ReplicaBases | None
-    multistep: MultistepDriver | None
+    source: BaseSource
+    participants: Sequence[Participant]
     updates: UpdateHooks
     cadence: Cadence
+    nonfinite: NonFiniteCheck | None
     bounds: Bounds
 
-    def start(self, service: Service, exact: bool, step: int, seen: Survey | None = None) -> None:
-        """Begin to use a keeper.
+    @property
+    def reads_marks(self) -> bool:
+        """True if a participant needs a survey of the state at each step mark."""
+        return any(one.reads_marks for one in self.participants)
 
-        Args:
-            step: step of the live state.
-            seen: survey of the live state, if there is one.
-        """
-        self.saver.start(service)
-        if self.recorder is not None:
-            self.recorder.start(service, exact, step, seen)
-        if self.replica_bases is not None:
-            self.replica_bases.start(service)
-        if self.multistep is not None:
-            self.multistep.start(service)
+    def start(self, service: Service) -> None:
+        """Begin to use a keeper."""
+        # The saver before the log: the memory of the old keeper is released first.
+        for participant in reversed(self.participants):
+            participant.start(service)
 
     def close(self, *, stay: bool = False) -> None:
         """Release all components.
@@ -120,8 +123,8 @@ class Components:
         """
         # In this order: hooks must not use the lane, and the lane copies into the keeper's memory.
         self.updates.close()
-        if isinstance(self.saver, ScheduledSaver):
-            self.saver.close()
+        for participant in self.participants:
+            participant.close()
         self.lane.close()
         self.keepers.close(stay=stay)
         self.ring.close()
@@ -239,42 +242,32 @@ class _Plan:
         return cls(sizes, memory, bounds, limits, peer_log)
 
 
-def build_components(
-    options: Options,
-    run: PurePath,
-    open_run: Callable[[], str],
-    state: State,
-    seams: Seams,
-    peers: PeerOptions | None = None,
-    places: Sequence[TierOptions] = (),
-    job: Job | None = None,
-) -> Components:
+def build_components(options: Options, place: RunPlace, state: State) -> Components:
     """Build all components, and print the lines of the start.
-
-    Args:
-        open_run: function that makes the folder a run and returns its id. It is called only after
-            the budgets were checked, so that a refused start leaves no trace.
-        peers: options for the memory of other nodes; None to send nothing there.
-        places: places for copies.
-        job: ranks that train together; None if this process trains alone.
 
     Raises:
         OutOfSpaceError: A budget is too small.
         UnsupportedStateError, OptionError: The log or a replica cannot repeat some updates.
         StorageError: The folder cannot be used.
     """
+    run = place.run
+    seams = place.seams
+    job = place.job
+    peers = place.peers
+    places = place.tiers
     if not options.method.in_memory:
         refuse_single_base_with_peer(peers, state.ranks, options.keep)
     plan = _Plan.of(options, run, state, peers, places)
     memory = plan.memory
     limits = plan.limits
-    run_id = open_run()
+    run_id = place.open_run()
     clock = seams.clock
     channel = BackgroundChannel(
         options.on_failure, clock, progress_timeout_s=options.progress_timeout_s
     )
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
+    participants: list[Participant] = []
     keepers = Keepers(
         options,
         seams,
@@ -285,15 +278,16 @@ def build_components(
         memory.arena_bytes,
         memory.replica_bytes,
         state.ranks,
+        participants,
     )
     if peers is not None or options.method.in_memory:
         keepers.send_to_peer(
             memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), plan.peer_log_bytes
         )
     kind = ScheduledSaver if options.is_scheduled else Saver
-    saver = kind(options, run, state, lane, channel, clock)
+    saver = kind(options, run, state, lane, channel, clock, participants)
+    source: BaseSource = saver
     recorder = None
-    replica_bases = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
         _refuse_lossy_replicas(state, peers, places, options.method.log)
@@ -304,27 +298,32 @@ def build_components(
             lambda: free_bytes(seams.filesystem, run) // state.ranks.world,
         )
         keepers.log_limits = limits
+        replica = None
         if options.has_replica:
-            replica_bases = _make_replica_bases(state, options, saver, channel, clock)
+            source = replica = _make_replica_bases(state, options, saver, channel, clock)
         recorder = Recorder(
             options,
+            run,
             state,
             lane,
             channel,
             clock,
             saver=saver,
             log_bytes_max=limits.memory_bytes,
-            replica=replica_bases,
+            replica=replica,
         )
-        _connect_recorder(recorder, keepers, peers)
+        recorder.memory.waits_for_peers = peers is not None and peers.log != "none"
+        participants += [recorder] if replica is None else [recorder, replica]
     gradients = plan.sizes.gradients
-    multistep = None
     if options.is_multistep:
         require_replayable(state)
         if job is not None:  # gradients of entries that other ranks write are not copied
             gradients = gradients[0], replayable_gradient_bytes(state, plan.sizes.shape)
         check_multistep_budget(options, memory.host_bytes, plan.sizes.state_bytes, gradients[1])
-        multistep = MultistepDriver(options, state, saver, lane, channel, clock, window_end(job))
+        source = multistep = MultistepDriver(
+            options, state, saver, lane, channel, clock, window_end(job)
+        )
+        participants.append(multistep)
     cadence = Cadence(
         options,
         run,
@@ -336,18 +335,22 @@ def build_components(
         limits=limits,
         alone=state.ranks.world == 1,
     )
+    participants += [saver, cadence, RecoverableSteps(keepers, participants), FirstBatches(state)]
     components = Components(
+        options=options,
+        run=run,
         run_id=run_id,
+        state=state,
         channel=channel,
         ring=ring,
         lane=lane,
         keepers=keepers,
         saver=saver,
-        recorder=recorder,
-        replica_bases=replica_bases,
-        multistep=multistep,
+        source=source,
+        participants=participants,
         updates=UpdateHooks(refuse_divergent_updates(state, saver.gate)),
         cadence=cadence,
+        nonfinite=None if recorder is None else recorder.nonfinite,
         bounds=plan.bounds,
     )
     warn_of_unsaved_residuals(state)
@@ -411,16 +414,9 @@ def _further_notices(
     if options.is_scheduled and not in_memory and not (alone and components.keepers.in_process):
         where = "without a keeper process" if alone else "with several ranks"
         yield f"{where}, captures between bases are not kept: none is taken"
-    computes = components.multistep is not None and not options.leaves_bases_fuzzy
-    if (components.replica_bases is not None or computes) and (why := why_inexact(state)):
+    computes = options.is_multistep and not options.leaves_bases_fuzzy
+    if (options.has_replica or computes) and (why := why_inexact(state)):
         yield why
-
-
-def _connect_recorder(recorder: Recorder, keepers: Keepers, peers: PeerOptions | None) -> None:
-    """Connect the recorder with the components whose events it handles."""
-    keepers.on_disk = recorder.on_disk
-    keepers.on_everywhere = recorder.memory.base_everywhere
-    recorder.memory.waits_for_peers = peers is not None and peers.log != "none"
 
 
 def _make_replica_bases(
@@ -437,6 +433,7 @@ def _make_replica_bases(
     """
     require_replicable(state)
     return ReplicaBases(
+        state,
         saver,
         channel,
         clock,

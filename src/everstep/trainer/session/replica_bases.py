@@ -22,17 +22,19 @@ from everstep.link.save import Save, complete
 from everstep.seams import Clock
 from everstep.seams.processes.conditions import wait_all, wait_done
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.prepared_base import PreparedBase
 from everstep.trainer.base.saver import Saver
+from everstep.trainer.participant import BaseRequest, Participant
 
 __all__ = [
     "ReplicaBases",
 ]
 
 
-class ReplicaBases:
+class ReplicaBases(Participant):
     """Track whether the keeper has a replica, and request bases from it.
 
     The keeper has a replica once a base was taken for it. When the replica stops, the keeper
@@ -50,6 +52,7 @@ class ReplicaBases:
 
     def __init__(
         self,
+        state: State,
         saver: Saver,
         channel: BackgroundChannel,
         clock: Clock,
@@ -57,6 +60,7 @@ class ReplicaBases:
         several: bool,
         timeout_s: float,
     ) -> None:
+        self._state = state
         self._saver = saver
         self._channel = channel
         self._clock = clock
@@ -114,10 +118,25 @@ class ReplicaBases:
         self._last = None
         self.lost = None
         self._taken = None
-        if self._keeper is not None:
-            self._keeper.on_replica_stopped = self._stopped
 
-    def base_taken(self, save: Save) -> None:
+    @property
+    def needs_base(self) -> bool:
+        """True if the replica has stopped, and no base was taken since."""
+        return self.lost is not None
+
+    def take(self, request: BaseRequest) -> Save:
+        """Request a base from the replica, or capture it where the replica cannot serve it."""
+        identity = request.identity
+        if not request.captured and self.can_serve(exact=request.show):
+            survey = request.survey or self._state.survey()
+            return self.request(identity, survey, exact=request.show)
+        # The new base replaces the replica that pending requests are to be served from.
+        self.settle(self._timeout_s)
+        save = self._saver.take(request)
+        self._captured(save)
+        return save
+
+    def _captured(self, save: Save) -> None:
         """Note a base captured by this process. The replica begins with it once it is durable."""
         self._expected = True
         self.lost = None
@@ -167,7 +186,7 @@ class ReplicaBases:
         """
         wait_all([save.durable for save in self._exact], timeout_s)
 
-    def has_failed(self) -> bool:
+    def forget_failed_base(self) -> bool:
         """Return True, once, if the newest request has failed; the next base is then captured.
 
         Always False with several ranks, as all of them would have to capture it.
@@ -225,7 +244,7 @@ class ReplicaBases:
             wait_done(waiting[-2], self._timeout_s)
             self._saver.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
 
-    def _stopped(self, why: str, for_good: bool) -> None:
+    def replica_stopped(self, why: str, for_good: bool) -> None:
         """Note that the replica has stopped. Called in the thread that reads messages."""
         self._off = self._off or for_good
         self._expected = False

@@ -19,14 +19,13 @@ from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.start.resume import Resumed, SeveralRanksError, open_timeline, resume
 from everstep.run.folder import refuse_unresumed
 from everstep.run.scan import TimelineCache
-from everstep.seams import Seams
 from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.training_state import State
 from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.copies import with_source
-from everstep.trainer.job.job import Job
 from everstep.trainer.job.one_rank import resume_from_several_ranks
+from everstep.trainer.job.place import RunPlace
 from everstep.trainer.log.residuals import warn_of_unsaved_residuals
 
 __all__ = [
@@ -145,33 +144,30 @@ class RunStarter:
     """Restore a state and open a timeline for it.
 
     Args:
-        job: ranks that start together; None if this process trains alone.
-        seams: interfaces to the world; their file system also reads copies in other tiers.
-        live_state: guard of the state, which is notified before it is overwritten.
+        place: run folder and ranks; the file system that reads also finds copies in other tiers.
         timeout_s: seconds without progress after which an operation is reported as hung.
+
+    Attributes:
+        live_state: guard of the state, which is notified before it is overwritten.
     """
 
     def __init__(
         self,
-        job: Job | None,
+        place: RunPlace,
         keepers: Keepers,
-        seams: Seams,
-        run: PurePath,
         run_id: str,
         state: State,
         ring: ChunkRing,
-        live_state: LiveStateGuard,
-        *,
         timeout_s: float,
     ) -> None:
-        self._job = job
+        self._job = place.job
         self._keepers = keepers
-        self._seams = seams
-        self._run = run
+        self._seams = place.reading
+        self._run = place.run
         self._run_id = run_id
         self._state = state
         self._ring = ring
-        self._live_state = live_state
+        self.live_state = LiveStateGuard()
         self._timeout_s = timeout_s
         self._frozen = FrozenParameters(state.values)
         self._timelines = TimelineCache()
@@ -203,10 +199,10 @@ class RunStarter:
         warn_of_unsaved_residuals(
             self._state
         )  # a hook may have been registered since the last start
-        with self._live_state.resuming(), self._record_devices():
+        with self.live_state.resuming(), self._record_devices():
             resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
         resumed = _warn_of_left_out(resumed, self._run)
-        self._live_state.restored(resumed, self._run)
+        self.live_state.restored(resumed, self._run)
         self._frozen.started(resumed.step)
         if changed:
             resumed = replace(resumed, problems=(*resumed.problems, changed))
@@ -226,7 +222,7 @@ class RunStarter:
                 step=step,
                 strict=strict,
                 timeout_s=self._timeout_s,
-                on_touch=self._live_state.touch,
+                on_touch=self.live_state.touch,
                 trained=trained,
             )
             return resumed, not self._job.resumed_durable
@@ -235,7 +231,7 @@ class RunStarter:
             "step": step,
             "strict": strict,
             "timeout_s": self._timeout_s,
-            "on_touch": self._live_state.touch,
+            "on_touch": self.live_state.touch,
             "trained": trained,
         }
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -26,15 +27,16 @@ from torch import nn
 from everstep.capture.update_hooks import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
+from everstep.link.channel import BackgroundChannel
 from everstep.state.layout.names import RNG_SECTION
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.base.mark_state import InitialState, LastMark
 from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
 from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
-from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.untracked_writes import WatchedTensors
-from everstep.trainer.session.components import Components
+from everstep.trainer.participant import Participant
+from everstep.trainer.session.position import Position
 
 __all__ = [
     "StateWatch",
@@ -47,7 +49,11 @@ _RANDOM = f"{RNG_SECTION}/"
 
 
 class StateWatch:
-    """Track the updates of a state between two step marks.
+    """Track the updates of a state between two step marks, and pass them to the participants.
+
+    Args:
+        at: position of training.
+        gate: function that delays an update until what it changes was copied.
 
     Attributes:
         lsn_at_mark: number of updates at the last step mark.
@@ -58,16 +64,27 @@ class StateWatch:
         changing: True between ``before_update()`` and ``after_update()``.
     """
 
-    def __init__(self, state: State, components: Components, options: Options) -> None:
+    def __init__(
+        self,
+        state: State,
+        options: Options,
+        channel: BackgroundChannel,
+        updates: UpdateHooks,
+        participants: Sequence[Participant],
+        at: Position,
+        gate: Callable[[str | None], None],
+    ) -> None:
         self._state = state
-        recorder = components.recorder
-        tell = components.channel.post_notice
-        self._untold = None if recorder is None else recorder.untracked
-        self.surveys = options.method.in_memory or self._untold is not None
-        self._updates: UpdateHooks = components.updates
-        self._follower = recorder or components.multistep
-        self._multistep = components.multistep
-        self._channel = components.channel
+        self._at = at
+        self._gate = gate
+        self._pid = os.getpid()
+        self._channel = channel
+        self._updates = updates
+        self._participants = participants
+        self._follows = any(one.follows_updates for one in participants)
+        self._logs = any(one.reads_marks for one in participants)
+        self.surveys = options.method.in_memory or self._logs
+        tell = channel.post_notice
         self.lsn_at_mark = 0
         self.last_mark: LastMark | None = None
         self.abandoned = False
@@ -78,21 +95,19 @@ class StateWatch:
         self._tensors: object = None
         self._fresh: InitialState | None = None
         self._handled = id(None)  # an exception that the loop was handling at the last mark
-        self._pending_gradients = PendingGradients(state, components.updates, tell)
+        self._pending_gradients = PendingGradients(state, updates, tell)
         self._pending_scalers = PendingScalers(state.values, tell)
         # Without a log, whose own checks cover the tensors of optimizers.
         self._all: WatchedTensors | None = None
-        skipped = None if self._follower is None else self._follower.skipped
-        self._untracked_optimizers = UntrackedOptimizers(
-            state, components.updates, components.saver.gate, skipped, tell
-        )
+        skipped = self._skipped if self._follows else None
+        self._untracked_optimizers = UntrackedOptimizers(state, updates, gate, skipped, tell)
         self._untracked_schedulers = UntrackedSchedulers(state, skipped, tell)
 
     def abandon(self) -> None:
         """Note that training ended without ``close()``. Other ranks are not waited for."""
         self.abandoned = True
-        if self._multistep is not None:
-            self._multistep.leave()
+        for participant in self._participants:
+            participant.leave()
 
     @property
     def is_between_steps(self) -> bool:
@@ -101,7 +116,7 @@ class StateWatch:
         idle = updates.outermost is None and not updates.failed and not self.changing
         return idle and updates.lsn == self.lsn_at_mark
 
-    def refuse_mid_step(self, step: int) -> None:
+    def refuse_mid_step(self) -> None:
         """Check that the state is still that of the last step mark.
 
         Raises:
@@ -111,25 +126,25 @@ class StateWatch:
         if updates.outermost is not None:
             raise StateError(
                 f"save() was called while {updates.key} is updating: the state is that of no step",
-                step=step,
+                step=self._at.step,
                 hint="call it from the training loop, after ckpt.step()",
             )
         if self.changing:
             raise StateError(
                 "save() was called between before_update() and after_update(): the state is that "
                 "of no step",
-                step=step,
+                step=self._at.step,
                 hint="call after_update() first, when the change is complete",
             )
         if not self.is_between_steps:
             raise StateError(
                 "save() was called after optimizer.step() and before ckpt.step(): the state "
                 "belongs to an unfinished step",
-                step=step,
+                step=self._at.step,
                 hint="call ckpt.step() first, then ckpt.save()",
             )
 
-    def survey_for_save(self, step: int) -> tuple[Survey | None, bool]:
+    def survey_for_save(self) -> tuple[Survey | None, bool]:
         """Return the state that ``save()`` takes, and whether the base may be called exact.
 
         Returns:
@@ -140,7 +155,7 @@ class StateWatch:
         Raises:
             StateError: The state was updated since the last step mark.
         """
-        self.refuse_mid_step(step)
+        self.refuse_mid_step()
         where = mid_step_position(self._handled)
         if not where:
             return None, True
@@ -151,15 +166,17 @@ class StateWatch:
             "already be those of "
         )
         how = "in a signal handler, set a flag and call save() after ckpt.step(); or use preempt="
-        if isinstance(self._follower, Recorder):
+        if self._logs:
             # The log already has this step exactly, so a base that is not exact would be a loss.
             raise StateError(
-                f"{problem}the next step, and the log has this one already", step=step, hint=how
+                f"{problem}the next step, and the log has this one already",
+                step=self._at.step,
+                hint=how,
             )
         _log.warning(
             "everstep: %sstep %d; a resume from this base is not called exact (%s)",
             problem,
-            step + 1,
+            self._at.step + 1,
             how,
         )
         return None, False
@@ -184,7 +201,7 @@ class StateWatch:
         mark = self.last_mark
         if mark is None or not self.is_between_steps or not mark.is_intact:
             return None
-        if self._untold is not None and not self._untold.is_as_marked:
+        if not all(one.is_as_marked for one in self._participants):
             return None
         if self._all is not None and self._all.written() is not None:
             return None
@@ -202,12 +219,12 @@ class StateWatch:
         """
         try:
             survey = self._state.survey()
-            if isinstance(self._follower, Recorder):
+            if self._logs:
                 self._refuse_encoded()
             return survey
         except EverstepError as error:
-            if isinstance(self._follower, Recorder):
-                self._follower.skipped("the state could not be stored")
+            if self._logs:
+                self._skipped("the state could not be stored")
             self._channel.post(error)
             self._channel.check()
             return None
@@ -238,7 +255,7 @@ class StateWatch:
             names = [name for name in current.tensors if name.startswith(_RANDOM)]
             self._fresh = InitialState(current, names)
 
-    def has_moved(self, step: int) -> bool:
+    def has_moved(self) -> bool:
         """Return True if the state may differ from that of a fresh start.
 
         That is the case after a step, and after a failed one: its forward may have drawn random
@@ -246,15 +263,15 @@ class StateWatch:
         """
         updates = self._updates
         updates.settle()
-        if step > 0 or updates.lsn > 0 or updates.failed or self.changing:
+        if self._at.step > 0 or updates.lsn > 0 or updates.failed or self.changing:
             return True
         return self._fresh is not None and not self._fresh.is_that_of(self._state.survey())
 
-    def step_ended(self, step: int) -> None:
+    def step_ended(self) -> None:
         """Check that the step is complete (gradients consumed, scaler updated), and mark it."""
         if self._updates.lsn == self.lsn_at_mark:
-            self._pending_gradients.marked(step)
-        self._pending_scalers.marked(step)
+            self._pending_gradients.marked(self._at.step)
+        self._pending_scalers.marked(self._at.step)
         self._untracked_schedulers.marked()
         self.marked()
 
@@ -278,7 +295,7 @@ class StateWatch:
             # Last: after an interrupt before this line, the next mark computes the names again.
             self._entries = shape.entries
         self.last_mark = LastMark.of(survey, self._names, self._random)
-        if self._untold is None:
+        if not self._logs:
             self._watch_all(survey)
 
     def _watch_all(self, survey: Survey) -> None:
@@ -291,40 +308,50 @@ class StateWatch:
             self._tensors = survey.tensors
         self._all.settle(self.lsn_at_mark)
 
-    def consumed(self, key: str, step: int) -> None:
-        """Pass on an optimizer whose gradients are final and about to be consumed.
+    def consumed(self, key: str) -> None:
+        """Pass on an optimizer whose gradients are final and about to be consumed."""
+        if os.getpid() != self._pid:  # hooks are inherited by forked children
+            return
+        updates = self._updates
+        for participant in self._participants:
+            participant.consumed(key, updates.lsn + 1, self._at.step + 1, over=not updates.reports)
 
-        Args:
-            key: key of the optimizer in the state.
-            step: number of the current, unfinished step.
-        """
-        if self._follower is not None:
-            updates = self._updates
-            self._follower.consumed(key, updates.lsn + 1, step, over=not updates.reports)
+    def _applied(self, key: str) -> None:
+        for participant in self._participants:
+            participant.applied(key)
 
-    def changed(self, declared: Sequence[str], step: int) -> None:
+    def _skipped(self, why: str) -> None:
+        for participant in self._participants:
+            participant.skipped(why)
+
+    def begin_change(self) -> None:
+        """Wait for copies in flight, before a change that no optimizer makes (I1)."""
+        self._refuse_during_replay()
+        self.changing = True
+        self._gate(None)
+
+    def changed(self, declared: Sequence[str]) -> None:
         """Count a change that no optimizer has made.
 
         Args:
             declared: patterns whose registered functions have made it; empty if anything may have
                 changed.
-            step: number of the current, unfinished step.
 
         Raises:
             OptionError: No function is registered for one of the patterns.
         """
+        self._refuse_during_replay()
         self._state.ownership_rules.check_updates(declared)
         self.changing = False
         for pattern in declared:
             self._updates.updated()
-            if self._follower is not None:
-                self._follower.declared(pattern, self._updates.lsn, step)
+            for participant in self._participants:
+                participant.declared(pattern, self._updates.lsn, self._at.step + 1)
         if not declared:
             self._updates.updated()
-            if self._follower is not None:
-                self._follower.skipped("a change that no optimizer made")
+            self._skipped("a change that no optimizer made")
 
-    def _untracked_write(self) -> None:
+    def count_untracked_write(self) -> None:
         """Count a write that no hook has announced as an update of its own.
 
         Otherwise two bases with different contents would have the same LSN. Not with several ranks:
@@ -334,29 +361,24 @@ class StateWatch:
             self._updates.updated()
             self.lsn_at_mark = self._updates.lsn
 
-    def install(
-        self, consumed: Callable[[str], None], wait_for_others: Callable[[str], None]
-    ) -> None:
+    def install(self, wait_for_others: Callable[[str], None]) -> None:
         """Install the hooks that count updates, delay them at the gate, and pass them on.
 
         Args:
-            consumed: called with an optimizer's key before its update; calls :meth:`consumed`.
             wait_for_others: called before an update; waits for a base that another thread takes.
         """
         updates = self._updates
         updates.wait_for_others = wait_for_others
         updates.counts_failed = self._state.ranks.world == 1
-        if self._follower is not None:
-            updates.consumed = consumed
-            updates.applied = self._follower.applied
-            updates.lost = self._follower.skipped
-        if isinstance(self._follower, Recorder):
-            self._follower.unseen = self._untracked_write
+        if self._follows:
+            updates.consumed = self.consumed
+            updates.applied = self._applied
+            updates.lost = self._skipped
         for key, optimizer in self._state.optimizers.items():
             updates.watch(key, optimizer)
         self._untracked_optimizers.watch()
 
-    def refuse_during_replay(self) -> None:
+    def _refuse_during_replay(self) -> None:
         """Check that no replay is running.
 
         Raises:

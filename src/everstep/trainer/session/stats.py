@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from everstep.link.save import Save
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.base.saver import Saver
-from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.multistep.driver import MultistepDriver
 from everstep.trainer.multistep.measurements import MultistepReport
-from everstep.trainer.schedule.saver import ScheduledSaver
+from everstep.trainer.participant import Participant, RestoredState
 from everstep.trainer.schedule.stats import ScheduleStats
-from everstep.trainer.session.cadence import Cadence
 
 __all__ = [
     "RecoverableSteps",
@@ -147,28 +144,18 @@ def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else repr(value)
 
 
-def stats_of(
-    step: int,
-    saver: Saver,
-    keepers: Keepers,
-    recorder: Recorder | None,
-    cadence: Cadence,
-    multistep: MultistepDriver | None,
-    recoverable: RecoverableSteps,
-) -> Stats:
-    """Collect the statistics of all components."""
+def stats_of(step: int, keepers: Keepers, participants: Sequence[Participant]) -> Stats:
+    """Collect the statistics of the keeper and of all participants."""
     keeper = keepers.stats
-    forecast = cadence.forecast
-    durable = recoverable.durable_step
+    figures: dict[str, Any] = {}
+    for participant in participants:
+        figures |= participant.figures()
+    durable = figures["durable_step"]
     return Stats(
         step=step,
-        durable_step=durable,
         lag_steps=None if durable is None else step - durable,
-        recoverable_step=recoverable.step,
-        saves=saver.saves,
         committed=keeper.committed,
         failed=keeper.failed + keepers.attempts.failed,
-        stall_s=dict(saver.stall_s),
         written_bytes=keeper.written_bytes,
         linked_bytes=keeper.linked_bytes,
         persist_s=keeper.persist_s,
@@ -187,17 +174,9 @@ def stats_of(
         held=keeper.held,
         peer_log_step=keepers.peer_log_step,
         peer_log_missed=keeper.peer_missed,
-        multistep=None if multistep is None else multistep.stats.report(),
-        log_bytes=0 if recorder is None else recorder.stats.record_bytes,
         log_written_bytes=keeper.log_bytes,
         log_batch_steps=keeper.log_batch_steps or None,
-        log_steps_in_memory=0 if recorder is None else recorder.disk.steps_in_memory,
-        log_holes=0 if recorder is None else recorder.stats.holes,
-        interval_steps=cadence.interval_steps,
-        step_s=cadence.step_s,
-        mtbf_s=cadence.mtbf_s,
-        forecast_bytes_per_day=None if forecast is None else forecast.total_bytes,
-        schedule=saver.scheduler.stats() if isinstance(saver, ScheduledSaver) else None,
+        **figures,
     )
 
 
@@ -205,35 +184,33 @@ def stats_of(
 _RECENT = 4
 
 
-class RecoverableSteps:
+class RecoverableSteps(Participant):
     """Track the steps that can be restored after a crash of this process, or of the machine."""
 
-    def __init__(self, keepers: Keepers, saver: Saver, recorder: Recorder | None) -> None:
+    def __init__(self, keepers: Keepers, participants: Sequence[Participant]) -> None:
         self._keepers = keepers
-        self._saver = saver
-        self._recorder = recorder
+        self._participants = participants
         self._recent: deque[tuple[Keeper | None, Save]] = deque(maxlen=_RECENT)
         self._restored_from: int | None = None
 
-    def restored(self, durable_step: int | None) -> None:
-        """Begin a new history: earlier captures belong to the previous one.
-
-        Args:
-            durable_step: step of the base that the state was restored from; None if that base is on
-                no disk, or there was none.
-        """
-        self._restored_from = durable_step
+    def restored(self, restored: RestoredState) -> None:
+        """Begin a new history: earlier captures belong to the previous one."""
+        self._restored_from = restored.on_disk
         self._recent.clear()
 
     def base_taken(self, save: Save) -> None:
         """Add a base that was captured, or requested from the keeper's replica."""
         self._recent.append((self._keepers.current, save))
 
+    def figures(self) -> Mapping[str, Any]:
+        """Return the newest steps that survive the machine, and this process."""
+        return {"durable_step": self.durable_step, "recoverable_step": self.step}
+
     @property
     def durable_step(self) -> int | None:
         """Newest step on disk; None if unknown."""
-        on_disk = None if self._recorder is None else self._recorder.disk.step
-        return _newest(self._restored_from, self._keepers.stats.durable_step, on_disk)
+        others = [one.durable_step for one in self._participants if one is not self]
+        return _newest(self._restored_from, self._keepers.stats.durable_step, *others)
 
     @property
     def step(self) -> int | None:
@@ -242,12 +219,11 @@ class RecoverableSteps:
         durable_step = self.durable_step
         if keeper is None or keeper.pid is None or keeper.lost is not None:
             return durable_step  # a keeper thread dies with this process
-        led = None if self._recorder is None else self._recorder.reachable_step
-        parked = self._saver.parked_step if isinstance(self._saver, ScheduledSaver) else None
+        reachable = [one.reachable_step for one in self._participants]
         complete = [
             save.step for owner, save in self._recent if owner is keeper and _is_complete(save)
         ]
-        return _newest(durable_step, led, parked, *complete)
+        return _newest(durable_step, *reachable, *complete)
 
 
 def _is_complete(save: Save) -> bool:

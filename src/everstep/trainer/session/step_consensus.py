@@ -31,12 +31,13 @@ from typing import Any
 
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, NonFiniteError
+from everstep.link.channel import BackgroundChannel
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
-from everstep.trainer.log.nonfinite import nonfinite_error
-from everstep.trainer.session.cadence import ASK_EVERY
-from everstep.trainer.session.components import Components
+from everstep.trainer.log.nonfinite import NonFiniteCheck, nonfinite_error
+from everstep.trainer.participant import Participant
+from everstep.trainer.session.cadence import ASK_EVERY, Cadence
 
 __all__ = ["ASK_EVERY", "StepConsensus"]
 
@@ -51,20 +52,28 @@ class StepConsensus:
     """
 
     def __init__(
-        self, job: Job | None, options: Options, components: Components, state: State
+        self,
+        job: Job | None,
+        options: Options,
+        state: State,
+        channel: BackgroundChannel,
+        cadence: Cadence,
+        participants: Sequence[Participant],
+        nonfinite: NonFiniteCheck | None,
     ) -> None:
-        self._state = state
         self._job = job
-        self._cadence = components.cadence
-        self._channel = components.channel
-        self._recorder = components.recorder
-        self._replica_bases = components.replica_bases
-        self._multistep = components.multistep
+        self._state = state
+        self._channel = channel
+        self._cadence = cadence
+        self._participants = participants
+        self._nonfinite_check = nonfinite
         self._timed = options.every.auto or options.every.seconds is not None
         # With watch= all ranks raise at the same step. With lag_steps= no rank may be further ahead
         # of the durable log than the others.
         each = options.log.watch or options.log.lag_steps is not None
-        self._exchanges_each_step = self._recorder is not None and each
+        self._exchanges_each_step = options.logs and each
+        self._exchanges = options.logs or self._timed
+        self._votes = options.logs
         # Of the next exchange; None until all ranks have started together.
         self._next_step: int | None = None
         self._voted_step = -1  # the last step at which this rank has taken part
@@ -72,8 +81,8 @@ class StepConsensus:
         self._own_parameters_changed = False
         self._any_needs: Callable[[], bool] | None = None  # result of the non-blocking vote
         self._nonfinite: deque[NonFiniteError] = deque()
-        if job is not None and self._recorder is not None:
-            self._recorder.nonfinite.collect(self._nonfinite)
+        if job is not None and nonfinite is not None:
+            nonfinite.collect(self._nonfinite)
 
     def restarted(self) -> None:
         """Begin anew after all ranks have started at the same step."""
@@ -111,7 +120,7 @@ class StepConsensus:
         if self._job is None:
             return self._needs_base, self._cadence.due(step)
         needed, due = self._decide(step)
-        if self._recorder is not None and self._recorder.nonfinite.first is not None:
+        if self._nonfinite_check is not None and self._nonfinite_check.first is not None:
             # Raise before a base with non-finite values is taken.
             self._channel.check()
         return needed, due
@@ -133,10 +142,8 @@ class StepConsensus:
 
     @property
     def _needs_base(self) -> bool:
-        """Return True if this rank's log needs a base."""
-        replica = self._replica_bases
-        stopped = replica is not None and replica.lost is not None
-        return self._recorder is not None and (self._recorder.base_due is not None or stopped)
+        """Return True if a participant of this rank needs a base."""
+        return any(one.needs_base for one in self._participants)
 
     @property
     def _needs_base_now(self) -> bool:
@@ -144,7 +151,7 @@ class StepConsensus:
 
         A log whose memory is half full can wait for the next exchange.
         """
-        return self._recorder is not None and self._recorder.needs_capture
+        return any(one.needs_capture for one in self._participants)
 
     def _decide(self, step: int) -> tuple[bool, bool]:
         """Implement :meth:`decide` for several ranks that have started together."""
@@ -156,14 +163,14 @@ class StepConsensus:
         due = due if self._timed else self._cadence.due(step)
         if first and (needed or due):
             self._own_parameters_changed = self._job.agree_on_own_parameters(step)
-        if due and self._multistep is not None:
-            self._multistep.ask(step)
+        if due:
+            for participant in self._participants:
+                participant.base_is_due(step)
         return needed, due
 
     def _exchange(self, step: int) -> tuple[bool, bool]:
         """Exchange messages if ``step`` is a step for it; return (False, False) otherwise."""
-        exchanges = self._timed or self._recorder is not None
-        if not exchanges or self._job is None or self._next_step is None:
+        if not self._exchanges or self._job is None or self._next_step is None:
             return False, False
         if step <= self._voted_step:
             return False, False
@@ -173,7 +180,7 @@ class StepConsensus:
         self._any_needs = None
         needed_before = vote is not None and vote()
         if step < self._next_step and not needed_before:
-            if self._recorder is not None:
+            if self._votes:
                 self._any_needs = self._job.begin_any(f"end step {step}", self._needs_base_now)
             return False, False
         self._next_step = step + 1
@@ -193,6 +200,6 @@ class StepConsensus:
     def _report_nonfinite(self, votes: Sequence[Mapping[str, Any]]) -> None:
         """Report the first non-finite gradient that any rank has found, on every rank."""
         bad = [(*vote["bad"], rank) for rank, vote in enumerate(votes) if vote["bad"] is not None]
-        if bad and self._recorder is not None:
+        if bad and self._nonfinite_check is not None:
             step, message, rank = min(bad)
-            self._recorder.nonfinite.report(nonfinite_error(message, step, rank), first=True)
+            self._nonfinite_check.report(nonfinite_error(message, step, rank), first=True)

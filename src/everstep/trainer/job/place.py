@@ -1,0 +1,62 @@
+"""Place of a run: its folder, the ranks that train it, and the places for copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.config.options import Options
+from everstep.seams import Seams
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
+from everstep.trainer.job.job import Job, join_job, prepare_run
+
+__all__ = ["RunPlace"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """Folder, ranks and places for copies of one Checkpointer.
+
+    Attributes:
+        reading: seams whose file system also reads from the places for copies.
+        job: ranks that train together; None if this process trains alone.
+        ranks: number of this rank, and the ranks that it shares folders and nodes with.
+        tiers: places for copies.
+        peers: options for the memory of other nodes; None to send nothing there.
+        open_run: function that makes the folder a run and returns its id. It is called only after
+            the budgets were checked, so that a refused start leaves no trace.
+    """
+
+    run: PurePath
+    seams: Seams
+    reading: Seams
+    job: Job | None
+    ranks: RankInfo
+    tiers: Sequence[TierOptions]
+    peers: PeerOptions | None
+    open_run: Callable[[], str]
+
+    @classmethod
+    def find(
+        cls,
+        options: Options,
+        run: PurePath,
+        tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
+        seams: Seams,
+    ) -> RunPlace:
+        """Validate the places, and meet the other ranks.
+
+        Raises:
+            OptionError: A place is invalid.
+            StateError, DeadlineError: The other ranks are unknown, or do not arrive in time.
+            StorageError, RecoveryError: A run folder cannot be used.
+        """
+        named, peers = split_peers(tiers, options.method.tiers)
+        places = validate_tiers(named, options.keep, peers, logs=options.logs)
+        job = join_job(seams, options.progress_timeout_s)
+        # The ranks open their run folders first: which entries a rank writes depends on which
+        # ranks share a folder.
+        ranks, open_run = prepare_run(job, options, seams, run, places, peers)
+        return cls(run, seams, seams, job, ranks, places, peers, open_run)
