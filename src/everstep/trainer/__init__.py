@@ -1,6 +1,7 @@
 """Everything that runs in the training process.
 
 - ``session``: one life of a Checkpointer: start, step mark, close. Begin here.
+- ``participant``: what the session calls, and when; each feature below is a participant.
 - ``attach``: finds, starts and replaces the keeper.
 - ``base``: captures a base in one step; ``multistep``: over several steps (GoCkpt);
   ``schedule``: at every step, by a plan (Checkflow).

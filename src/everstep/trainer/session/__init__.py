@@ -2,9 +2,13 @@
 
 Runs in the training process. Read in this order:
 
-- ``components``: builds everything that a Checkpointer consists of.
-- ``guards``: checks before a call does anything.
+- ``session``: what happens in each call, and in which order; drives the participants
+  (:mod:`everstep.trainer.participant`).
+- ``components``: chooses and builds the participants of a method.
+- ``footprint``: memory and disk space that they will need; checked, and printed.
+- ``guards``: checks before a call does anything; ``calls``: one call at a time.
 - ``start``: takes over a run, by a resume or a fresh start.
+- ``position``: step, timeline and update count.
 - ``state_watch``: tracks updates, and whether the live state is that of a step mark.
 - ``cadence``: decides when a base is due; ``interval_vote``: one interval for all ranks.
 - ``step_consensus``: collective decisions of all ranks at a step boundary.
