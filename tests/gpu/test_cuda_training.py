@@ -294,6 +294,7 @@ def test_a_generator_is_restored_before_its_device_is_in_use(run_folder: Path) -
 
 KILLED = """
 import json, os, signal, sys, torch, everstep
+from everstep.testing import inspect
 from tests.gpu.world import World
 run, source = sys.argv[1:]
 world = World(width=1024)
@@ -309,7 +310,7 @@ for step in range(3):
     ckpt.step()
     ckpt.save()
 print(json.dumps(world.snapshot()), flush=True)
-ckpt._saver.finish_captures()
+inspect(ckpt).saver.finish_captures()
 if source == "disk":
     ckpt.close()
 os.kill(os.getpid(), signal.SIGKILL)

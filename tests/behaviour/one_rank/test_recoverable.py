@@ -159,6 +159,7 @@ def test_after_a_hole_a_new_base_counts(run_folder: Path) -> None:
 
 TRAIN = """
 import os, signal, sys, time
+from everstep.testing import inspect
 import everstep
 from tests.support.following import until
 from tests.support.log.every_step import World
@@ -174,8 +175,8 @@ for step in range(1, steps + 1):
         ckpt.save()
         ckpt.wait()
     if step == lost_at:
-        os.kill(ckpt._keeper.pid, signal.SIGKILL)
-        until(lambda: ckpt._keepers.lost is not None, "the loss")
+        os.kill(inspect(ckpt).keeper.pid, signal.SIGKILL)
+        until(lambda: inspect(ckpt).keepers.lost is not None, "the loss")
         print("without", ckpt.stats().recoverable_step, flush=True)
 if not steps:
     ckpt.close()

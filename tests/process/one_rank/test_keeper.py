@@ -129,6 +129,8 @@ def test_the_keeper_is_killed(point: str, run_folder: Path, uninterrupted: dict[
 
 
 BOTH = """
+from everstep.testing import inspect
+
 options = json.loads(sys.argv[2])
 ckpt = everstep.Checkpointer(run, state, on_failure="warn", **options)
 ckpt.resume()
@@ -137,7 +139,7 @@ for step in range(1, 9):
     ckpt.step()
     if step == 4:
         ckpt.wait()
-ckpt._keeper._reader.join(30)  # ends with the keeper
+inspect(ckpt).keeper._reader.join(30)  # ends with the keeper
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

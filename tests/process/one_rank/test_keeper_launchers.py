@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("no_keeper_stays")
 SCRIPT = (
     PRELUDE
     + """
+from everstep.testing import inspect
+
 # Whoever runs the tests may ignore them (nohup), and children inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,7 +35,7 @@ if recovery.step:
 for step in range(1, 4):
     train_step()
     ckpt.step()
-ckpt._saver.finish_captures()
+inspect(ckpt).saver.finish_captures()
 say(digest=digest())
 {ending}
 """

@@ -18,6 +18,7 @@ STEPS = 10
 
 TRAIN = """
 import hashlib, os, signal, sys
+from everstep.testing import inspect
 import everstep
 from everstep.testing.inspection import inspect
 from tests.support.log.every_step import World

@@ -20,6 +20,7 @@ STEPS = 12
 
 TRAIN = """
 import hashlib, os, sys, torch
+from everstep.testing import inspect
 import everstep
 from tests.support.following import until
 from tests.support.log.every_step import World
@@ -35,11 +36,11 @@ for step in range(found.step, steps):
     ckpt.step()
     state = sorted(world.snapshot().items())
     print("step", step + 1, hashlib.sha256(repr(state).encode()).hexdigest(), flush=True)
-    if step in (1, steps - 1) and ckpt._replica_bases is not None:
-        there = lambda: ckpt._keepers.lost or ckpt.stats().replica_step == step + 1
+    if step in (1, steps - 1) and inspect(ckpt).options.has_replica:
+        there = lambda: inspect(ckpt).keepers.lost or ckpt.stats().replica_step == step + 1
         until(there, "the replica", timeout_s=80.0)  # of a keeper that has to load torch first
-if not ckpt._keepers.lost:
-    maps = open(f"/proc/{ckpt._keeper.pid}/maps").read()
+if not inspect(ckpt).keepers.lost:
+    maps = open(f"/proc/{inspect(ckpt).keeper.pid}/maps").read()
     print("torch", "libtorch" in maps, flush=True)
 ckpt.close()
 print("restarts", ckpt.stats().keeper_restarts, flush=True)

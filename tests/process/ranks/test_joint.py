@@ -22,6 +22,7 @@ BAD = 4
 WATCHED = """
 import hashlib, json, os, sys, warnings
 import torch, torch.distributed as dist
+from everstep.testing import inspect
 import everstep
 from everstep.errors import NonFiniteError
 from everstep.state.ranks.log_shares import log_shares
@@ -78,8 +79,8 @@ for batch in range(1, 9):
         if layout == "fsdp":  # the part that one rank has, and nobody else
             unusable = next(model.parameters()) if rank == recorder else None
         else:  # all have the same gradient, and one looks at it
-            parts = log_shares(ckpt._state)["optimizer"]
-            named = dict(ckpt._state.providers["optimizer"].named())
+            parts = log_shares(inspect(ckpt).state)["optimizer"]
+            named = dict(inspect(ckpt).state.providers["optimizer"].named())
             unusable = next(p for name, p in named.items() if parts[name].owner == recorder)
         try:
             train(batch, unusable)

@@ -53,10 +53,12 @@ def resumed(seed):
 """
 
 TRAIN = """
+from everstep.testing import inspect
+
 model, optimizer, ckpt = made(1)
 ckpt.resume()
 trained(model, optimizer, ckpt, 7)
-ckpt._saver.finish_captures()
+inspect(ckpt).saver.finish_captures()
 if how == "raise":
     raise RuntimeError("of the user's")
 os.kill(os.getpid(), signal.SIGKILL)
@@ -90,11 +92,13 @@ resumed(2)[2].close()
 """
 
 NOT_ALONE = """
+from everstep.testing import inspect
+
 real, others = remote.RemoteKeeper.settle, []
 
 def settle(self, timeout_s):
     if len(others) < 3:  # another process asks the keeper, too, before it has answered
-        others.append(ckpt._keepers._attach())
+        others.append(inspect(ckpt).keepers._attach())
     real(self, timeout_s)
 
 remote.RemoteKeeper.settle = settle

@@ -20,6 +20,7 @@ TRAINING = """
 import hashlib, json, os, signal, sys, time, warnings
 from concurrent import futures
 import torch, torch.distributed as dist
+from everstep.testing import inspect
 import everstep
 from everstep.link.registry import list_keepers
 
@@ -80,7 +81,8 @@ for step in range(recovery.step + 1, 8):
     say(step=step, digest=digest(), shared=shared())
     dies = os.environ.get("DIES", "")
     if first and os.environ.get("ENDS", dies).endswith(f" {step}"):
-        last = ckpt._saver._last  # is with the keepers of all ranks, whatever time they took
+        # Is with the keepers of all ranks, whatever time they took.
+        last = inspect(ckpt).saver._last
         if last is not None:
             futures.wait([last.staged], 60)
         dist.barrier()

@@ -77,7 +77,8 @@ def replicas_follow(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(one, "TIMEOUT_S", LOADS_S)
     waits = "    ckpt.step()\n    if step == 4: ckpt.wait()\n"
     stats = "say(committed=ckpt.stats().committed"
-    restarts = f"{stats}, restarts=ckpt.stats().keeper_restarts, captured=ckpt._saver._captures"
+    captured = "captured=inspect(ckpt).saver._captures"
+    restarts = f"{stats}, restarts=ckpt.stats().keeper_restarts, {captured}"
     change(monkeypatch, ("    ckpt.step()\n", waits), (stats, restarts))
 
 
