@@ -17,6 +17,7 @@ TRAINING = """
 import copy, hashlib, json, os, signal, sys, warnings
 import torch, torch.distributed as dist
 import everstep
+from everstep.testing import inspect
 
 run, options, kind = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 rank, meet, world = int(sys.argv[4]), sys.argv[5], int(sys.argv[6])
