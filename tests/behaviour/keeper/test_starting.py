@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from errno import EMFILE
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -28,6 +28,7 @@ from everstep.testing import inspect
 from everstep.trainer.attach import keepers as keepers_module
 from everstep.trainer.attach.attach import attach
 from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.terms import KeeperTerms
 from tests.support.fakekeeper import running, started
 from tests.support.ranks.together import on_all, resume, train, trainings
 
@@ -68,10 +69,10 @@ class Pool:
 def keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keepers:
     given: Any = {"method": "lazy", "every": None, "keep": 1, "budget": None}
     options = validate_options(**given, on_failure="warn", progress_timeout_s=DEADLINE_S)
-    about: Any = options, Seams(), tmp_path, "run", None, None, 4096
+    terms, nothing = KeeperTerms(options, Seams(), tmp_path, "run", 4096), cast("Any", None)
     monkeypatch.setattr(keepers_module, "CapturePool", lambda arena, lost: Pool())
     monkeypatch.setattr(keepers_module, "is_there", lambda run, run_id, rank: False)
-    return Keepers(*about)
+    return Keepers(terms, nothing, nothing)
 
 
 def test_others_are_told_its_address_before_it_is_there(

@@ -12,7 +12,6 @@ import pytest
 import everstep
 from everstep.keeper.replica.replica import Replica
 from everstep.seams.failpoints import arm
-from everstep.testing import inspect
 from tests.support.following import opened, run_steps, steps_on_disk, until, until_at
 from tests.support.log.every_step import World
 from tests.support.serving import Bench, die, serving
@@ -105,7 +104,7 @@ def test_nothing_is_begun_behind_the_back_of_who_takes_over(
             assert other.snapshot() == states[3]
             run_steps(again, other, 1)
             again.wait()
-            assert inspect(again).keepers.restarts == 0
+            assert again.stats().keeper_restarts == 0
             assert not disk.reached.is_set()
             assert steps_on_disk(bench.run) == [1]
         finally:

@@ -409,9 +409,10 @@ def test_what_lives_in_memory_and_on_disk_is_the_same_base(tmp_path: Path) -> No
         assert copies[3].marker == manifest.markers[0]
         keepers = inspect(ckpt).keepers
         assert [copy.marker.step for copy in keepers.recall_leftovers(own=True).copies] == [3]
-        keepers._run_id, mine = "another run in a folder that was emptied", keepers._run_id
+        terms = keepers.terms
+        terms.run_id, mine = "another run in a folder that was emptied", terms.run_id
         assert keepers.recall_leftovers(own=True).copies == ()
-        keepers._run_id = mine
+        terms.run_id = mine
         ckpt.step()
         ckpt.wait()
         stats = ckpt.stats()

@@ -43,7 +43,7 @@ from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions, validate_tiers
 from everstep.tiers.rate import HOUR_S, ObjectRate
 from everstep.tiers.retry import RetryingTier
-from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.terms import KeeperTerms
 from tests.support.ranks.peer_logs import IDENTITY, RUN, Copying, Log, records_of_steps
 from tests.support.ranks.peering import record_of
 
@@ -293,8 +293,8 @@ class Keeper:
 
     def serve(self) -> None:
         """A trainer comes, perhaps again."""
-        trainer: Any = object.__new__(Keepers)
-        trainer.in_process, trainer._info = True, RankInfo(self._rank, self._world)
+        trainer: Any = object.__new__(KeeperTerms)
+        trainer.in_process, trainer.ranks = True, RankInfo(self._rank, self._world)
         trainer.copy_to([self._options])
         self.couriers = Couriers(
             Seams(clock=self._tier._clock),

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +18,7 @@ from everstep.seams import Seams
 from everstep.seams.network import mailbox
 from everstep.seams.network.mailbox import ReservedPort, TcpMailbox
 from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.terms import KeeperTerms
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
@@ -148,8 +149,8 @@ def test_a_keepers_port_is_held_until_it_is_let_go(tmp_path: Path) -> None:
 
     given: Any = {"method": "lazy", "every": None, "keep": 1, "budget": None}
     options = validate_options(**given, on_failure="warn", progress_timeout_s=DEADLINE_S)
-    about: Any = options, Seams(), tmp_path, "run", None, None, 4096
-    keepers = Keepers(*about)
+    terms, nothing = KeeperTerms(options, Seams(), tmp_path, "run", 4096), cast("Any", None)
+    keepers = Keepers(terms, nothing, nothing)
     keepers._remote = Remote()  # type: ignore[assignment]
     host, first = keepers.listen(HOST)
     assert keepers.listen(HOST, first) == (host, first), "its successor"

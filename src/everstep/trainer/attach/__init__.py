@@ -3,6 +3,7 @@
 Runs in the training process. Read in this order:
 
 - ``keeper``: interface of a keeper, whether it is a thread or a process.
+- ``terms``: what each keeper of a rank is told; ``mailbox``: where other ranks reach it.
 - ``keepers``: the keeper of one Checkpointer: attach, start a timeline, replace, close.
 - ``attach``: finds the keeper process of a run, or starts one.
 - ``remote``: a keeper process as seen from here: messages and pending bases.

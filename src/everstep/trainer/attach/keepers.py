@@ -10,19 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Protocol
 
-from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
-from everstep.config.options import Options
-from everstep.errors import EverstepError, KeeperError, OptionError
-from everstep.format.header import ShardIdentity
+from everstep.errors import EverstepError, KeeperError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import open_segments
@@ -31,23 +26,19 @@ from everstep.keeper.persist.job_link import JobLink
 from everstep.link.channel import BackgroundChannel
 from everstep.link.job_session import JobSession, mailbox_error
 from everstep.link.keeper_stats import KeeperStats, add_stats
-from everstep.link.messages import identity_to_wire
 from everstep.link.pool import CapturePool
 from everstep.link.waiting import ignore_if_lost
 from everstep.restore.fetch.held import KeeperContents
 from everstep.run.fence import Fence
-from everstep.seams import Clock, PosixFileSystem, Seams, SystemClock
-from everstep.seams.network.mailbox import ReservedPort, TcpMailbox
+from everstep.seams import Clock
 from everstep.seams.processes.conditions import Outcome
-from everstep.seams.processes.processes import available_cores
-from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.tiers.durable_files import storage_errors
-from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.attach import attach, is_there
 from everstep.trainer.attach.keeper import Keeper, Service, ThreadKeeper
+from everstep.trainer.attach.mailbox import RankMailbox
 from everstep.trainer.attach.orphaned_keepers import orphaned_by_move, orphaned_state
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.budget.log_limits import LogLimits
+from everstep.trainer.attach.terms import KeeperTerms
 
 __all__ = [
     "KeeperFollower",
@@ -78,6 +69,7 @@ class ReplacementAttempts:
     Attributes:
         why_not: error of the last attempt; None if it succeeded, or there was none.
         failed: number of failed attempts.
+        replaced: number of lost keeper processes that were replaced.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -85,6 +77,7 @@ class ReplacementAttempts:
         self._begun_s = self._retry_at_s = 0.0
         self.why_not: EverstepError | None = None
         self.failed = 0
+        self.replaced = 0
 
     @property
     def is_due(self) -> bool:
@@ -145,118 +138,39 @@ class Keepers:
     """Manage the keeper in service, and the memory that captures go through.
 
     Args:
-        arena_bytes: maximum host memory for captures. It is allocated when it is used.
-        replica_bytes: maximum host memory for a replica.
+        terms: terms on which each keeper works.
         participants: participants that the keeper's reports are passed to.
-
-    Raises:
-        OptionError: The method needs a keeper process, which the options or the platform exclude.
 
     Attributes:
         service: keeper in service and its timeline; None before the first.
         pool: memory for captures; None with ``sync``.
-        restarts: number of lost keeper processes that were replaced.
-        attempts: schedule of attempts to replace a lost keeper.
-        in_process: True if the keeper is a separate process.
-        log_limits: limits of the log.
+        attempts: attempts to replace a lost keeper.
         peer_log_step: newest step of this timeline whose log this rank's peer holds, as last
             reported.
     """
 
     def __init__(
         self,
-        options: Options,
-        seams: Seams,
-        run: PurePath,
-        run_id: str,
+        terms: KeeperTerms,
         channel: BackgroundChannel,
         ring: ChunkRing,
-        arena_bytes: int,
-        replica_bytes: int = 0,
-        info: RankInfo = ONE_RANK,
         participants: Sequence[KeeperFollower] = (),
     ) -> None:
-        self._participants = participants
-        self._options = options
-        self._seams = seams
-        self._run = run
-        self._run_id = run_id
+        self.terms = terms
         self._channel = channel
         self._ring = ring
-        self._arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
-        self._replica_bytes = replica_bytes
-        self._info = info
+        self._participants = participants
         self._job_session: JobSession | None = None
         # Belongs to the timeline, and outlives a keeper.
         self._fence: Fence | None = None
-        self._mailbox: TcpMailbox | None = None
-        self._port: ReservedPort | None = None  # of the keeper process's mailbox
+        self._mailbox = RankMailbox()
         self._remote: RemoteKeeper | None = None
         self._starting: StartingKeeper | None = None
-        self._listens_at: tuple[str, int] | None = None  # announced to other ranks
         self._past_stats = KeeperStats()  # sum over earlier keepers and timelines
-        self.attempts = ReplacementAttempts(seams.clock)
+        self.attempts = ReplacementAttempts(terms.seams.clock)
         self.service: Service | None = None
         self.pool: CapturePool | None = None
-        self.restarts = 0
         self.peer_log_step: int | None = None
-        self.log_limits = LogLimits()
-        self._tiers: list[dict[str, Any]] = []
-        self._peers: dict[str, Any] | None = None
-        # A keeper process cannot see a simulated file system or clock.
-        real = type(seams.filesystem) is PosixFileSystem and type(seams.clock) is SystemClock
-        self._may_be_kept = sys.platform == "linux" and real
-        in_process = options.method.base != "sync" and options.keeper.process
-        self.in_process = in_process and self._may_be_kept
-        for needed, feature, instead in (
-            (options.is_multistep, "base='multistep' needs", "base='lazy'"),
-            (options.method.in_memory, "bases that live in memory need", "method='lazy'"),
-            (options.has_replica, "apply='replica' needs", "apply='recovery'"),
-        ):
-            if needed and not self.in_process:
-                raise OptionError(
-                    f"{feature} a separate keeper process",
-                    hint=f"KeeperOptions(process=True), on Linux; or {instead}",
-                )
-
-    def copy_to(self, tiers: Sequence[TierOptions]) -> None:
-        """Let keepers copy bases to these places, beginning with the next timeline.
-
-        Raises:
-            OptionError: There is no keeper process to make the copies.
-        """
-        if tiers and not self.in_process:
-            raise OptionError(
-                "tiers= needs a separate keeper process, which makes the copies",
-                hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
-            )
-        self._tiers = [dataclasses.asdict(tier.of_rank(self._info.world)) for tier in tiers]
-
-    def send_to_peer(
-        self, bound_bytes: int, peers: PeerOptions, log_bytes: int | None = None
-    ) -> None:
-        """Let keepers send bases and log to the memory of another node from the next one on.
-
-        Args:
-            bound_bytes: memory here for copies of other ranks.
-            log_bytes: share of it for their logs; None if no rank sends its log.
-
-        Raises:
-            OptionError: There is no keeper process to send and hold copies.
-        """
-        if not self.in_process:
-            raise OptionError(
-                'tiers=["peer"] needs a separate keeper process, which outlives training',
-                hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
-            )
-        self._peers = {
-            "bound_bytes": bound_bytes - (log_bytes or 0),
-            "log_bytes": log_bytes or 0,
-            "sends_log": log_bytes is not None,
-            "log": {k: getattr(peers, k) for k in ("log", "log_ratio", "log_int8_below")},
-            "bytes_per_s": peers.bytes_per_s,
-            "holds": self._options.method.in_memory,
-        }
 
     def log_on_disk(self, number: int) -> None:
         """Note that log records up to ``number`` are on disk; 0 if the keeper was lost."""
@@ -301,15 +215,16 @@ class Keepers:
             KeeperError, OutOfSpaceError
         """
         self.ready()
-        if self.in_process:
+        terms = self.terms
+        if terms.in_process:
             if self._remote is None or self._remote.lost is not None:
-                if in_background and not is_there(self._run, self._run_id, self._info.rank):
+                if in_background and not is_there(terms.run, terms.run_id, terms.ranks.rank):
                     self._remote = None
                     self._starting = StartingKeeper(self._attach)
                 else:
                     self._attached(self._attach())
-        elif self._options.method.base != "sync" and self.pool is None:
-            self.pool = CapturePool(Arena.anonymous(self._arena_bytes))
+        elif terms.options.method.base != "sync" and self.pool is None:
+            self.pool = CapturePool(Arena.anonymous(terms.arena_bytes))
 
     def ready(self) -> None:
         """Wait for a keeper that is being started in the background.
@@ -325,12 +240,12 @@ class Keepers:
         finally:
             if starting.over:  # otherwise the wait was interrupted, and the start continues
                 self._starting = None
-        if self._listens_at is not None:
-            self.listen(*self._listens_at)
+        if self._mailbox.address is not None:
+            host, port = self._mailbox.address
+            self.listen(host, port)
 
     def _attached(self, remote: RemoteKeeper) -> None:
         self._remote = remote
-        remote.copies = {"tiers": self._tiers, "peers": self._peers}
         self.pool = CapturePool(remote.arena, lambda: remote.lost)
         self.pool.moves = lambda: (remote.moves, remote.log_moves)
 
@@ -348,24 +263,25 @@ class Keepers:
             DeadlineError: The keeper makes no progress.
         """
         found = self._recall_here(own=own)
-        if own or found.base is not None or found.records or not self._may_be_kept:
+        if own or found.base is not None or found.records or not self.terms.may_be_kept:
             return found
-        timeout_s = self._options.progress_timeout_s
+        terms = self.terms
         moved = orphaned_by_move(
-            self._run, self._run_id, self._info.rank, self._seams, timeout_s=timeout_s
+            terms.run, terms.run_id, terms.ranks.rank, terms.seams, timeout_s=terms.timeout_s
         )
         return found if moved.base is None and not moved.records else moved
 
     def _recall_here(self, *, own: bool) -> KeeperContents:
         """Return the memory of the keeper that knows the run by its current path."""
+        terms = self.terms
         remote = self._remote
-        timeout_s = self._options.progress_timeout_s
+        timeout_s = terms.timeout_s
         if remote is None:
             thread = None if self.service is None else self.service.thread
             store = None if thread is None else thread.records
-            if not own and self._may_be_kept:
+            if not own and terms.may_be_kept:
                 return orphaned_state(
-                    self._run, self._run_id, self._info.rank, self._seams, timeout_s=timeout_s
+                    terms.run, terms.run_id, terms.ranks.rank, terms.seams, timeout_s=timeout_s
                 )
             if not own or store is None:
                 return KeeperContents()
@@ -375,50 +291,34 @@ class Keepers:
         try:
             remote.settle(timeout_s)
             recalled = remote.recall(timeout_s, own=own)
-            recalled = recalled.of_history(self._seams.filesystem, self._run)
+            recalled = recalled.of_history(terms.seams.filesystem, terms.run)
             # The folder may have been emptied for another run: drop copies of the previous one.
-            mine = tuple(copy for copy in recalled.copies if copy.marker.run == self._run_id)
+            mine = tuple(copy for copy in recalled.copies if copy.marker.run == terms.run_id)
             return dataclasses.replace(recalled, copies=mine)
         except KeeperError:
             if remote.lost is None:
                 raise
             _log.warning("%s", remote.lost)
-            return KeeperContents(missed=is_there(self._run, self._run_id, self._info.rank))
+            return KeeperContents(missed=is_there(terms.run, terms.run_id, terms.ranks.rank))
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Open the keeper's mailbox for the keepers of other ranks; return its address.
 
         Args:
-            port: port number; 0 for any free port. This process reserves the port of a keeper
-                process, because other ranks expect a replacement keeper at the same port. Without
-                the reservation, the system might assign it to another process in between.
+            port: port number; 0 for any free port.
 
         Raises:
             KeeperError: The mailbox cannot be opened.
         """
         try:
-            if self._remote is not None or self._starting is not None:
-                if not port:
-                    self._hold(ReservedPort(host))
-                    assert self._port is not None
-                    port = self._port.number
-                self._listens_at = host, port
-                if self._remote is None:
-                    return self._listens_at
-                return host, self._remote.listen(host, port, self._options.progress_timeout_s)
-            if self._mailbox is not None:
-                self._mailbox.close()
-            self._mailbox = TcpMailbox(host, port)
+            if self._remote is None and self._starting is None:
+                return self._mailbox.open(host, port)
+            host, port = self._mailbox.reserve(host, port)
+            if self._remote is None:
+                return host, port
+            return host, self._remote.listen(host, port, self.terms.timeout_s)
         except OSError as error:
             raise mailbox_error(host, port, error) from error
-        return self._mailbox.address
-
-    def _hold(self, port: ReservedPort | None) -> None:
-        """Reserve a port, and release the previous one."""
-        before = self._port
-        self._port = port
-        if before is not None:
-            before.close()
 
     def serve(
         self,
@@ -436,10 +336,11 @@ class Keepers:
             opened: True for a new timeline; False if a replacement keeper continues one.
         """
         self.ready()
+        terms = self.terms
         if self._remote is None and self.current is not None:
             self.current.close()
         if opened:
-            self._fence = Fence(self._seams.filesystem, self._run, timeline)
+            self._fence = Fence(terms.seams.filesystem, terms.run, timeline)
             self._channel.took_over(timeline)
             self.attempts.why_not = None
         self._job_session = job_session
@@ -448,36 +349,32 @@ class Keepers:
         if opened:  # otherwise durable bases of the timeline stay valid
             self._past_stats.durable_step = None
         if self._remote is not None:
-            if not self._options.logs:  # a log may still need the memory
+            if not terms.options.logs:  # a log may still need the memory
                 self._remote.forget_all()
-            self._remote.copies["identity"] = identity_to_wire(self._identity(timeline))
-            self._remote.serve(
-                timeline,
-                keep=self._options.keep,
-                verified=verified,
-                log=self._log_message(),
-                history=self._options.log.history,
-                replica=self._replica_message(),
-                rebuild=self._rebuild_message(),
-                job_session=None if job_session is None else job_session.to_wire(),
-            )
+            self._remote.serve(terms, timeline, verified, job_session)
             self.service = Service(self._remote, self._remote, None, self.pool, timeline)
             return
-        mailbox = self._mailbox
-        self._mailbox = None
+        keeper = self._thread_keeper(timeline, verified, job_session)
+        self.service = Service(keeper, None, keeper, self.pool, timeline)
+
+    def _thread_keeper(
+        self, timeline: int, verified: BaseId | None, job_session: JobSession | None
+    ) -> ThreadKeeper:
+        terms = self.terms
+        mailbox = self._mailbox.take()
         link = None
-        timeout_s = self._options.progress_timeout_s
+        timeout_s = terms.timeout_s
         if job_session is not None:
             assert mailbox is not None
-            link = JobLink(job_session, mailbox, self._seams.clock, timeout_s=timeout_s)
+            link = JobLink(job_session, mailbox, terms.seams.clock, timeout_s=timeout_s)
         records = None
-        if self._options.logs and self.pool is not None:
+        if terms.options.logs and self.pool is not None:
             segments = open_segments(
-                self._seams,
-                self._run,
+                terms.seams,
+                terms.run,
                 self._ring,
-                self._log_message(),
-                self._identity(timeline),
+                terms.log(),
+                terms.identity(timeline),
                 self._channel.post,
                 self.log_on_disk,
                 timeout_s=timeout_s,
@@ -485,13 +382,13 @@ class Keepers:
             records = LogStore(self.pool.arena, segments)
         keeper = ThreadKeeper(
             Timeline(
-                self._seams,
-                self._run,
+                terms.seams,
+                terms.run,
                 timeline,
                 self._ring,
                 timeout_s,
-                keep=self._options.keep,
-                history=self._options.log.history,
+                keep=terms.options.keep,
+                history=terms.options.log.history,
                 verified=verified,
                 link=link,
             ),
@@ -502,19 +399,7 @@ class Keepers:
         if self.pool is not None:
             self.pool.moves = lambda: (keeper.moves, keeper.log_moves)
         keeper.sweep()
-        self.service = Service(keeper, None, keeper, self.pool, timeline)
-
-    def _identity(self, timeline: int) -> ShardIdentity:
-        """Return the identity of this rank; each segment adds its step and LSN."""
-        return ShardIdentity(self._run_id, timeline, 0, 0, self._info.rank, self._info.world, True)
-
-    def _log_message(self) -> dict[str, Any] | None:
-        if not self._options.logs or not self._options.log.on_disk:
-            return None
-        return {
-            **self.log_limits.batch_to_wire(self._options),
-            "audit": self._options.audits and self._info.near is None,
-        }
+        return keeper
 
     @property
     def replica_step(self) -> int | None:
@@ -526,24 +411,6 @@ class Keepers:
         """Host memory in use for captures and the log (with plain data) and for a replica."""
         replica_bytes = 0 if self.current is None else self.current.replica_bytes
         return replica_bytes + (self.pool.taken_bytes if self.pool else 0)
-
-    def _rebuild_message(self) -> dict[str, Any] | None:
-        """Return how multi-step bases are completed; None for other methods."""
-        if not self._options.is_multistep:
-            return None
-        return {"threads": self._threads, "warm": not self._options.leaves_bases_fuzzy}
-
-    def _replica_message(self) -> dict[str, Any] | None:
-        if not self._options.has_replica:
-            return None
-        return {"size_bytes": self._replica_bytes, "threads": self._threads}
-
-    @property
-    def _threads(self) -> int:
-        """Number of threads for replay in the keeper."""
-        cores = self._options.keeper.cores
-        # Without cores of its own, it shares them with training and with other ranks.
-        return len(cores) if cores else max(1, len(available_cores()) // 2 // self._info.here)
 
     @property
     def lost(self) -> EverstepError | None:
@@ -588,7 +455,7 @@ class Keepers:
                 return True
             except EverstepError as error:
                 attempts.fail(error)
-        elif self._options.on_failure != "raise":
+        elif self.terms.options.on_failure != "raise":
             return False  # already reported; each attempt reports it again
         assert attempts.why_not is not None
         self._channel.post(attempts.why_not)
@@ -601,21 +468,21 @@ class Keepers:
         steps = () if self._remote is None else tuple(sorted(self._remote.lost_steps - {again}))
         assert self._fence is not None, "a keeper was lost before its first timeline"
         # Before a new keeper starts: the run may belong to another process by now.
-        with storage_errors("look for newer timelines", self._run):
+        with storage_errors("look for newer timelines", self.terms.run):
             self._fence.check()
         self.open()
         assert self._remote is not None
         with ignore_if_lost(self._remote):  # if it is lost, too, the next call replaces it
-            self._remote.settle(self._options.progress_timeout_s)  # it may still write our captures
+            self._remote.settle(self.terms.timeout_s)  # it may still write our captures
             if job_session is not None:  # at the address that other ranks know
                 self.listen(*job_session.peers[job_session.rank])
-        self.restarts += 1
+        self.attempts.replaced += 1
         again_there = job_session and dataclasses.replace(job_session, again=True, lost=steps)
         self.serve(timeline, job_session=again_there, opened=False)
         _log.warning("%s", lost)
         warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=6)
-        if callable(self._options.on_failure) and lost is not None:
-            self._options.on_failure(lost)
+        if callable(self.terms.options.on_failure) and lost is not None:
+            self.terms.options.on_failure(lost)
 
     def close(self, *, stay: bool = False) -> None:
         """Release the keeper; it finishes its work.
@@ -630,22 +497,20 @@ class Keepers:
             self.current.close(stay=stay)
         if self._remote is not None and self._remote is not self.current:
             self._remote.close(stay=stay)
-        if self._mailbox is not None:
-            self._mailbox.close()
-        self._hold(None)
-        self.service = self._remote = self._mailbox = None
+        self._mailbox.close()
+        self.service = self._remote = None
         if self.pool is not None:
             self.pool.close()
 
     def _attach(self) -> RemoteKeeper:
         return attach(
-            self._run,
-            self._run_id,
-            self._info.rank,
-            self._arena_bytes,
-            self._options.keeper,
+            self.terms.run,
+            self.terms.run_id,
+            self.terms.ranks.rank,
+            self.terms.arena_bytes,
+            self.terms.options.keeper,
             self._channel,
-            self._seams.clock,
-            timeout_s=self._options.progress_timeout_s,
+            self.terms.seams.clock,
+            timeout_s=self.terms.timeout_s,
             events=self,
         )

@@ -19,6 +19,7 @@ from everstep.keeper.log.recall_wire import recalled_from_wire
 from everstep.link.assembly import Assembly, assembly_to_wire
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel
+from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.log_records import LogLayouts
 from everstep.link.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
@@ -39,6 +40,7 @@ from everstep.seams.progress import progress
 from everstep.state.layout.shards import ShardLayout
 from everstep.trainer.attach.keeper import IGNORED, KeeperEvents
 from everstep.trainer.attach.requests import ReplicaRequests, Replies, base_request_to_wire
+from everstep.trainer.attach.terms import KeeperTerms
 
 __all__ = [
     "RemoteKeeper",
@@ -139,7 +141,6 @@ class RemoteKeeper:
         replica_step: step of its replica, as last reported; None without one.
         replica_applied: number of the last log record that the replica has applied.
         moves, log_moves: counters of its progress with bases and with the log.
-        copies: message fields for copies: ``tiers``, ``peers`` and ``identity``.
     """
 
     def __init__(
@@ -176,7 +177,6 @@ class RemoteKeeper:
         self._rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
         self.replica_applied = self.replica_bytes = 0
-        self.copies: dict[str, Any] = {}
         self._timeline = self.written_bytes = self.moves = self.log_moves = 0
         self._hung = self._closing = self._recalled = self.replaced = False
         self.lost_steps = set[int]()
@@ -187,30 +187,18 @@ class RemoteKeeper:
 
     def serve(
         self,
+        terms: KeeperTerms,
         timeline: int,
-        *,
-        keep: int,
-        verified: BaseId | None,
-        log: Mapping[str, Any] | None = None,
-        history: str = "last",
-        replica: Mapping[str, Any] | None = None,
-        rebuild: Mapping[str, Any] | None = None,
-        job_session: Mapping[str, Any] | None = None,
+        verified: BaseId | None = None,
+        job_session: JobSession | None = None,
     ) -> None:
         """Begin to serve a timeline.
 
         Args:
-            keep: number of bases to keep.
+            terms: terms of all keepers of this rank.
             verified: base on disk that was just read and verified.
-            log: options of the log on disk (see :class:`.logs.Logs`); None without one.
-            history: which segments of the log to keep.
-            replica: limits of the replica (see :class:`.replica.ReplicaLimits`); None without one.
-            rebuild: number of ``threads`` that complete multi-step bases, and whether to load
-                torch for it at once (``warm``); None without such bases.
-            job_session: place of this rank in the job (:class:`.JobSession`); None for a single
-                rank.
+            job_session: place of this rank in the job; None for a single rank.
         """
-        known = None if verified is None else [verified.timeline, verified.step]
         self._timeline = timeline
         self.stats = KeeperStats()
         self.silence.message_received()  # a keeper that serves no process sends nothing
@@ -221,14 +209,14 @@ class RemoteKeeper:
             {
                 "kind": "serve",
                 "timeline": timeline,
-                "keep": keep,
-                "verified": known,
-                "log": log,
-                "history": history,
-                "replica": replica,
-                "rebuild": rebuild,
-                **self.copies,
-                "seat": job_session,
+                "keep": terms.options.keep,
+                "verified": None if verified is None else [verified.timeline, verified.step],
+                "log": terms.log(),
+                "history": terms.options.log.history,
+                "replica": terms.replica(),
+                "rebuild": terms.rebuild(),
+                **terms.copies(timeline),
+                "seat": None if job_session is None else job_session.to_wire(),
             }
         )
 

@@ -21,6 +21,7 @@ from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.budget.disk import Bounds, free_bytes
 from everstep.trainer.budget.host_memory import check_multistep_budget
@@ -125,20 +126,12 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
     participants: list[Participant] = []
-    keepers = Keepers(
-        options,
-        seams,
-        run,
-        run_id,
-        channel,
-        ring,
-        memory.arena_bytes,
-        memory.replica_bytes,
-        state.ranks,
-        participants,
+    terms = KeeperTerms(
+        options, seams, run, run_id, memory.arena_bytes, memory.replica_bytes, state.ranks
     )
+    keepers = Keepers(terms, channel, ring, participants)
     if peers is not None or options.method.in_memory:
-        keepers.send_to_peer(
+        terms.send_to_peer(
             memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), footprint.peer_log_bytes
         )
     kind = ScheduledSaver if options.is_scheduled else Saver
@@ -154,7 +147,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
             footprint.bounds.disk_bytes,
             lambda: free_bytes(seams.filesystem, run) // state.ranks.world,
         )
-        keepers.log_limits = limits
+        terms.log_limits = limits
         replica = None
         if options.has_replica:
             source = replica = _make_replica_bases(state, options, saver, channel, clock)
@@ -212,7 +205,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         bounds=footprint.bounds,
     )
     warn_of_unsaved_residuals(state)
-    print_footprint(footprint, options, place, state, limits, in_process=keepers.in_process)
+    print_footprint(footprint, options, place, state, limits, in_process=terms.in_process)
     return components
 
 

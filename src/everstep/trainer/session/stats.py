@@ -161,7 +161,7 @@ def stats_of(step: int, keepers: Keepers, participants: Sequence[Participant]) -
         persist_s=keeper.persist_s,
         host_bytes=keepers.host_bytes,
         keeper_cpu_s=keeper.cpu_s,
-        keeper_restarts=keepers.restarts,
+        keeper_restarts=keepers.attempts.replaced,
         replica_step=keepers.replica_step,
         copies=keeper.copied,
         copied_bytes=keeper.copied_bytes,
