@@ -230,7 +230,7 @@ def test_what_a_keeper_of_before_has_no_room_for(
             raise KeeperTimeoutError("none")
         return object()
 
-    def met(*args: Any) -> Any:
+    def met(*_: Any, **named: Any) -> Any:
         raise error_from_wire(error_to_wire(kind("no room", hint="a smaller budget")))
 
     where = "everstep.trainer.attach.attach"
@@ -264,7 +264,7 @@ def test_a_keeper_without_descriptors_is_named(tmp_path: Path) -> None:
 def test_a_limit_of_this_process_is_not_put_on_the_keeper(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def met(*args: Any) -> Any:
+    def met(*_: Any, **named: Any) -> Any:
         raise UnavailableError("no descriptor", hint="raise ulimit -n") from OSError(EMFILE, "")
 
     where = "everstep.trainer.attach.attach"
