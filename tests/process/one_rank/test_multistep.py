@@ -18,9 +18,8 @@ STEPS = 10
 
 TRAIN = """
 import hashlib, os, signal, sys
-from everstep.testing import inspect
 import everstep
-from everstep.testing.inspection import inspect
+from everstep.testing import inspect
 from tests.support.log.every_step import World
 
 run, steps = sys.argv[1], int(sys.argv[2])

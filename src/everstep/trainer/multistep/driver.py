@@ -165,7 +165,7 @@ class MultistepDriver(Participant):
         end = self.end
         end.again = None
         if not single_step:
-            # Several ranks have agreed in base_is_due(): not here, which some of them may not reach.
+            # Several ranks agree in base_is_due(): not here, which some of them may not reach.
             if not end.shared and end.can_begin(identity.step) and not self._is_taken(identity):
                 with contextlib.suppress(EverstepError):  # the base of one step reports it
                     survey = survey or self._state.survey()
