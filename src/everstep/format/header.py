@@ -109,6 +109,8 @@ def header_size_bytes(
 
     The same for every base of this layout, at any step.
     """
+    # The header is written last, in the place reserved before the body. So each number that may
+    # change until then is given its maximum number of digits.
     widest = 10 ** len(str(_SIZE_MAX)) - 1
     identity = replace(
         identity, timeline=widest, step=widest, lsn=widest, exact=False, behind_mark=True
@@ -132,6 +134,8 @@ def decode_header(data: bytes, file_bytes: int, path: PurePath) -> ShardHeader:
         FormatError: the header does not describe a file of ``file_bytes`` bytes: holes, overlaps,
             sizes that do not match, ranges outside of the file.
     """
+    # The digest proves that these are the bytes that were written, not that they make sense: a
+    # program other than everstep may have written them.
     try:
         fields = _load(str(data[LENGTH_BYTES:], "utf-8"))
         metadata = _load(fields.pop("__metadata__")[METADATA_KEY])
@@ -247,6 +251,8 @@ def _decode(
         entry = _entry(name, value, described[name])
         _require(end - begin == entry.size_bytes, f"{name}: its range does not match its size")
         found.append((Placed(entry, begin, end), _text(described[name]["digest"])))
+    # Entries are read by their offsets into memory planned from their sizes, so a hole or an
+    # overlap would put bytes of one entry into another.
     position = 0
     for place, _ in found:
         _require(place.begin == position, f"{place.entry.name}: hole or overlap before it")
@@ -293,6 +299,7 @@ def _require(condition: bool, problem: str) -> None:
 
 
 def _size(value: Any) -> int:
+    # bool is a subclass of int: true would be read as 1.
     is_size = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _SIZE_MAX
     _require(is_size, f"{value!r:.40} is not a size")
     return int(value)

@@ -175,6 +175,7 @@ def plan_segment(
             entry = Entry.whole(f"{number:06d}/{dtype}", dtype, ((end - begin) // _width(dtype),))
             entries.append(entry)
             sources[entry.name] = record.data[begin:end]
+    # One file, however many entries: a segment is complete or absent as a whole.
     index = pack_index(records)
     (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
     room_bytes = header_size_bytes(identity, layout.placed, [LOG_OBJECT], {})
@@ -257,6 +258,7 @@ def index_of_segment(
     try:
         index = msgpack.unpackb(bytes(data), strict_map_key=False)
         layouts = [layout_from_index(fields) for fields in index["layouts"]]
+        # The index is verified, but a hostile one could still claim any number of records.
         if len(index["records"]) > _RECORDS_MAX:
             raise FormatError(f"{path}: too many records")
         found = []
@@ -270,6 +272,7 @@ def index_of_segment(
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
+    # Recovery ends only at a mark. Updates after the last one would belong to no complete step.
     if not found or found[-1].head.kind != "mark":
         raise FormatError(f"{path}: the segment does not end with a step mark", path=path)
     return found

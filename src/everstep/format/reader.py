@@ -203,6 +203,8 @@ class ReadsAhead:
         while self._left and len(self._under_way) < _READ_AHEAD_CHUNKS:
             ring = self._ring
             first = not self._under_way
+            # Wait only while holding no chunk: two readers that wait for each other's chunks, each
+            # holding some, would never continue.
             block = ring.take(self._timeout_s) if first else ring.try_take()
             if block is None:
                 return
@@ -220,6 +222,7 @@ class ReadsAhead:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # No thread may write into a chunk after this: the ring gives it to another file.
         self._left.clear()
         under_way = [future for _, _, future in self._under_way]
         wait_all(under_way, self._timeout_s)
@@ -243,6 +246,7 @@ class ReadsAhead:
             raise StopIteration
         chunk, block, future = self._under_way[0]
         got = read_result(future, self._ring, self._timeout_s, self._path)
+        # The file was long enough when it was opened, so it was cut since.
         if got < chunk.end - chunk.at:
             at = chunk.at + got
             raise DamageError(f"{self._path}: ends at byte {at} of its body", path=self._path)

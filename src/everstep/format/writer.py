@@ -170,18 +170,22 @@ def write_shard(
     def send(first: int, end: int) -> None:
         for begin in range(first, end, CHUNK_BYTES):
             stop = min(end, begin + CHUNK_BYTES)
+            # A failed write ends the base at once, instead of after the rest was copied.
             _raise_failed(transfers)
             at = shard.room_bytes + begin
             held = _held(body, begin, stop, digester)
             if held is not None:
+                # The bytes lie in the arena as in the file: no copy, so no chunk is needed.
                 transfers.append(ring.threads.submit(file.write, held, at))
             else:
+                # Bounds the copied chunks in flight, so that they stay in the processor's cache.
                 _wait(transfers[:-_COPIED_MAX], ring, timeout_s)
                 data, block = _copied(body, begin, stop, ring, digester, timeout_s)
                 transfers.append(ring.copied.submit(_write, file, data, at, block, ring))
             progress.advance(stop - begin)
 
     try:
+        # Only complete chunks yet: the last one also has the objects, whose size is not known.
         whole = shard.layout.size_bytes - shard.layout.size_bytes % CHUNK_BYTES
         send(0, whole)
         # Digests and header are computed here, while the disk still writes earlier chunks.
@@ -195,12 +199,14 @@ def write_shard(
     finally:
         # On any exit: no thread may still be reading chunks that the ring will reuse.
         wait_all(transfers, timeout_s)
+    # Direct writes end at a page boundary, and a recycled file may have been longer.
     file.truncate(shard.room_bytes + end)
     # The body must be durable before the header: after a crash, a valid header means a valid body.
     file.sync()
     on_body()
     failpoint("save.before_header")
     _write_header(file, written.header)
+    # The caller renames the file next. Its name must not become durable before its header.
     file.sync()
     return written
 
@@ -261,8 +267,10 @@ def _copied(
     try:
         body.fill(begin, block.view[: stop - begin], digester.update)
     except BaseException:
+        # No thread has the chunk yet; without this the ring would lose it.
         ring.give(block)
         raise
+    # The padding is written to disk until truncate(): it must not contain bytes of other files.
     block.view[stop - begin : padded] = bytes(padded - (stop - begin))
     return block.view[:padded], block
 
