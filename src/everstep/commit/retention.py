@@ -8,7 +8,7 @@ Bases are compared by (timeline, step), never by the step number alone.
 TierCheck deletes older differentials of the durable tier at once in its section 3.4, and keeps them
 for one more base interval in its section 4. everstep does the safer: a new host that has only the
 durable tier can go back one more base and replay from there. The logs of durable tiers are deleted
-by :mod:`everstep.keeper.retain.deletion` and :mod:`everstep.keeper.ship.log_mirror`.
+by :mod:`everstep.keeper.retain.deletion` and :mod:`everstep.keeper.ship.log_copies`.
 """
 
 from __future__ import annotations
