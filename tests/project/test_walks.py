@@ -144,7 +144,7 @@ print(json.dumps({number: list(names) for number, names in called.items()}))
 
 
 def listed(walk: str, process: str) -> tuple[list[str], set[str]]:
-    """Return the modules in the table of a walk, and those that may be called besides, as paths."""
+    """Return the modules called on a walk, and those that may be called besides, as paths."""
     _, _, section = DOCUMENT.partition(f"\n## {WALKS[walk]}\n")
     assert section, f"no section {WALKS[walk]!r}"
     section = section.split("\n## ")[0]
@@ -152,8 +152,14 @@ def listed(walk: str, process: str) -> tuple[list[str], set[str]]:
     for other in PROCESSES.values():
         text = text.split(other)[0]
     table = re.findall(r"^\| `([\w/]+\.py)` \|", text, re.M)
-    also = re.findall(r"^May also be called: (.*?)(?:\n\n|\Z)", text, re.M | re.S)
-    return table, set(re.findall(r"`([\w/]+\.py)`", " ".join(also)))
+    table += _named("Also called", text)
+    return table, set(_named("May also be called", text))
+
+
+def _named(begin: str, text: str) -> list[str]:
+    """Return the modules named in paragraphs with this beginning."""
+    found = re.findall(rf"^{begin}: (.*?)(?:\n\n|\Z)", text, re.M | re.S)
+    return re.findall(r"`([\w/]+\.py)`", " ".join(found))
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,7 @@ from everstep.link.messages import PROTOCOL, identity_to_wire, layout_to_wire
 from everstep.link.registry import keeper_files, keeper_key
 from everstep.link.wire import Connection
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.start.resume import open_timeline
-from everstep.run.folder import open_run_folder
+from everstep.run.folder import open_run_folder, open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import Clock, FileSystem, PosixFileSystem, Seams, SystemClock
 from everstep.seams.network.sockets import close_descriptors, connect_stream, listen_at

@@ -200,8 +200,7 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.keeper.persist.committer import commit_base
     from everstep.keeper.persist.shard_writer import ShardWriter
     from everstep.restore.load.load import check_contents
-    from everstep.restore.start.resume import open_timeline
-    from everstep.run.folder import open_run_folder
+    from everstep.run.folder import open_run_folder, open_timeline
     from everstep.run.scan import scan_base
     from everstep.run.verify import verify_base
     from everstep.seams import Seams

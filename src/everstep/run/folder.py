@@ -1,4 +1,4 @@
-"""Creation and checks of the run folder when a process starts."""
+"""Creation and checks of the run folder when a process starts, and of the timeline it opens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from pathlib import PurePath
 
 from everstep.commit.job.offers import recovery_hint
 from everstep.commit.lineage import BaseId, describe_missing_steps
-from everstep.errors import OptionError, StateError
-from everstep.format.names import RUN_RECORD
-from everstep.format.records import RunRecord
+from everstep.errors import OptionError, StateError, StorageError
+from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, parse_timeline, timeline_dir
+from everstep.format.records import RunRecord, TimelineRecord
 from everstep.run.candidates import newest_unreachable
 from everstep.run.scan import Inventory, scan_run
+from everstep.seams import Seams
 from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.fingerprint import fingerprint, process_name
 from everstep.seams.machine import real_path, with_home
-from everstep.tiers.durable_files import create_exclusive, ensure_dirs, storage_errors
+from everstep.tiers.durable_files import (
+    create_exclusive,
+    ensure_dir,
+    ensure_dirs,
+    storage_errors,
+)
 
-__all__ = ["open_run_folder", "refuse_unresumed", "run_path"]
+__all__ = ["open_run_folder", "open_timeline", "refuse_unresumed", "run_path"]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a single slash, since pathlib collapses two
 
@@ -107,6 +114,54 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: BaseId | None)
             hint=recovery_hint(),
         )
     return inventory
+
+
+def open_timeline(
+    seams: Seams,
+    run: PurePath,
+    inventory: Inventory,
+    *,
+    parent: BaseId | None,
+    exact: bool,
+    base: BaseId | None = None,
+) -> int:
+    """Take a run of one rank over: from now on every process of an older timeline is fenced off.
+
+    Args:
+        parent: timeline and step where the new timeline forks.
+        base: base that was restored, if ``parent`` was reached by replay.
+    """
+    filesystem = seams.filesystem
+    assert inventory.run is not None
+    number = inventory.next_timeline
+    # Process ids are not unique among containers that share storage
+    unique = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    # Exclusive creation decides between processes that open the same number at the same moment: one
+    # of them gets it, and the other one takes the next number, which fences the first off.
+    while True:
+        record = TimelineRecord(
+            run=inventory.run,
+            timeline=number,
+            parent=None if parent is None else parent.timeline,
+            fork_step=0 if parent is None else parent.step,
+            exact=exact,
+            world=1,
+            base=None if base is None else (base.timeline, base.step),
+            fingerprint={**fingerprint(), "process": process_name()},
+            created_unix_s=seams.clock.unix_s(),
+        )
+        directory = timeline_dir(run, number)
+        if parse_timeline(directory.name) != number:
+            raise StorageError(
+                f"{timeline_dir(run, number - 1)} has the largest possible number",
+                path=run,
+                hint="remove it: everstep did not create it",
+            )
+        ensure_dir(filesystem, directory)
+        path = directory / TIMELINE_RECORD
+        if create_exclusive(filesystem, path, record.encode(), unique=unique):
+            return number
+        number += 1
 
 
 def run_path(path: str | os.PathLike[str]) -> PurePath:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from everstep.errors import AuditError
 from everstep.format.header import ShardIdentity
 from everstep.link.save import Save
-from everstep.restore.start.resume import Resumed
+from everstep.restore.start.report import Resumed
 from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.keeper import Service
 

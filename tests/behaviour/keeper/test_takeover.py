@@ -21,7 +21,7 @@ from everstep.errors import (
     StorageError,
 )
 from everstep.link.wire import error_to_wire
-from everstep.restore.start.resume import open_timeline
+from everstep.run.folder import open_timeline
 from everstep.seams import Seams
 from everstep.testing import inspect
 from everstep.trainer.attach.keepers import Keepers
@@ -151,7 +151,8 @@ def test_what_the_disk_refused_is_taken_again(
     # Another process does something meanwhile: it has to choose, and read, once more.
     answers = [False]
     monkeypatch.setattr(
-        "everstep.restore.start.resume._unchanged", lambda *_: answers.pop() if answers else True
+        "everstep.restore.start.resume._Start._still_holds",
+        lambda *_: answers.pop() if answers else True,
     )
     recovery = ckpt.resume()
     assert (recovery.step, recovery.source, recovery.exact) == (1, "memory", True)

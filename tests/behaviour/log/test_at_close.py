@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from everstep.errors import (
 from everstep.format.names import base_dir, shard_name
 from everstep.link.registry import list_keepers
 from everstep.restore.start.report import Recovery
+from everstep.restore.start.request import ResumeRequest
 from everstep.restore.start.resume import resume
 from everstep.trainer.session import start as starts
 from tests.support.keepers import end_keepers
@@ -66,12 +67,12 @@ def test_a_resume_that_was_interrupted(
     """The state in memory is that of no step, so there is no last base."""
     it = Training()
 
-    def interrupted(*args: Any, on_touch: Callable[[], None], **options: Any) -> Any:
+    def interrupted(request: ResumeRequest, known: Any) -> Any:
         def touch() -> None:
-            on_touch()
+            request.on_touch()
             raise KeyboardInterrupt
 
-        return resume(*args, on_touch=touch, **options)
+        return resume(dataclasses.replace(request, on_touch=touch), known)
 
     with contextlib.ExitStack() as stack, pytest.raises(KeyboardInterrupt):
         ckpt = it.opened(run_folder)

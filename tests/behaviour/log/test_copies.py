@@ -27,8 +27,9 @@ from everstep.keeper.ship.log_copies import LogCopies
 from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.fetch import files_ahead, rank_copies
 from everstep.restore.fetch.peers import FetchResult, fetch_plan
+from everstep.restore.start import rank_restore
 from everstep.restore.start import resume as resume_module
-from everstep.restore.start import resume_job
+from everstep.run.folder import open_timeline
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
@@ -291,7 +292,7 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
             assert turns.acquire(timeout=TIMEOUT_S)
         return number
 
-    failed, passed_on, opens = Courier.fail, Duties.pass_on, resume_module.open_timeline
+    failed, passed_on, opens = Courier.fail, Duties.pass_on, open_timeline
     checked, pauses, arrives = CopyPlace.check_fence, LogCopies.pause, LogStore._digest_record
     with serving(run_folder):
         world = World()
@@ -429,7 +430,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
         return FetchResult([], [])
 
     restored: list[Any] = []
-    restore = resume_job._JobStart._restore
+    restore = rank_restore.RankRestore.restore
 
     def noted(self: Any, choice: Any) -> Any:
         restored.append(choice.end)
@@ -437,10 +438,10 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
 
     monkeypatch.setattr(MemoryTier, "open", noting)
     monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
-    monkeypatch.setattr(resume_job._JobStart, "_restore", noted)
+    monkeypatch.setattr(rank_restore.RankRestore, "restore", noted)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            inspect(one.ckpt).starter._job._shared.fetches = True
+            inspect(one.ckpt).starter.job.shared.fetches = True
         assert [(one.step, one.exact) for one in resume(ranks)] == [(7, False)] * 2
         all_die(ranks)
     assert restored == [BaseId(1, 7)] * 2, "at the first attempt"
@@ -486,7 +487,7 @@ def test_of_a_lossy_log_what_is_behind_the_chosen_base_is_read_and_all_of_it_if_
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            inspect(one.ckpt).starter._job._shared.fetches = True
+            inspect(one.ckpt).starter.job.shared.fetches = True
         found = {(one.step, one.base_step) for one in resume(ranks)}
         all_die(ranks)
     assert found == ({(7, 4)} if damaged else {(10, 8)})
@@ -574,7 +575,7 @@ def test_a_log_comes_from_the_store_while_others_fetch(
     monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            inspect(one.ckpt).starter._job._shared.fetches = True
+            inspect(one.ckpt).starter.job.shared.fetches = True
         assert [(one.step, one.replayed, one.exact) for one in resume(ranks)] == [(6, 2, True)] * 2
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 6))
@@ -613,7 +614,7 @@ def test_what_has_come_damaged_is_read_in_the_store(
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            inspect(one.ckpt).starter._job._shared.fetches = True
+            inspect(one.ckpt).starter.job.shared.fetches = True
         found = resume(ranks)
         assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, True)] * 2
         assert torch.equal(ranks[1].weight, trained(1, 6))

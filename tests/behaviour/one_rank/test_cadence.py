@@ -24,7 +24,7 @@ from everstep.plan.costs import waste
 from everstep.plan.interval import best_choice, checkfreq_interval, without_log
 from everstep.plan.seldom import WASTE_OF_NO_ACCOUNT, seldom
 from everstep.restore.redo.driver import ReplayDriver
-from everstep.restore.start.resume import Resumed
+from everstep.restore.start.report import Resumed
 from everstep.seams import ManualClock, Seams
 from everstep.testing import inspect
 from everstep.trainer.budget.disk import DAY_S, DayMeter, Forecast, interval_steps_within

@@ -17,7 +17,7 @@ from everstep.errors import FencedError, RecoveryError, StorageError
 from everstep.format.names import CONDEMNED, DELETING, MANIFEST
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.retain.deletion import delete_base
-from everstep.restore.start.resume import open_timeline
+from everstep.run.folder import open_timeline
 from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.testing import inspect

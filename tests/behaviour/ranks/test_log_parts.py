@@ -20,7 +20,7 @@ from everstep.format.names import marker_name, shard_name
 from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record
-from everstep.restore.start import log_exchange, rank_log, resume_job
+from everstep.restore.start import log_exchange, rank_log, rank_sources
 from everstep.restore.start.log_exchange import decode_records, encode_records
 from everstep.seams import ReadFile
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
@@ -215,7 +215,7 @@ def test_what_was_read_for_other_ranks_is_closed(
     seams = [replace(one, filesystem=fs) for one, fs in zip(rank_seams(2), there, strict=True)]
     with replicas(*paths, seams=seams) as ranks:
         if fails:
-            monkeypatch.setattr(resume_job, "open_on_disk", refuse)
+            monkeypatch.setattr(rank_sources, "open_on_disk", refuse)
             with pytest.raises(EverstepError):
                 resume(ranks)
         else:

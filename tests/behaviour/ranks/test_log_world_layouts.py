@@ -13,7 +13,8 @@ import everstep
 from everstep.commit.job.agreement import TakeInventory
 from everstep.commit.lineage import BaseId
 from everstep.format.names import base_dir, marker_name, shard_name
-from everstep.restore.start import rank_loader, rank_log, resume_job
+from everstep.restore.start import rank_loader, rank_log
+from everstep.restore.start.rank_sources import RankSources
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.testing import inspect
@@ -61,10 +62,10 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loads = self.layouts = 0
         self.asked: list[bool] = []
-        load, layout, absorb = (
+        load, layout, offer = (
             rank_loader.load_ranks,
             rank_log.read_layout,
-            resume_job._JobStart._carry_out,
+            RankSources.offer,
         )
 
         def counted(*args: Any, **given: Any) -> Any:
@@ -76,14 +77,13 @@ class Seen:
             self.layouts += 1
             return layout(*args)
 
-        def absorbed(start: Any, outs: Any) -> None:
-            outs = list(outs)
-            self.asked += [out.relaid for out in outs if isinstance(out, TakeInventory)]
-            absorb(start, outs)
+        def asked(sources: RankSources, wanted: TakeInventory) -> Any:
+            self.asked.append(wanted.relaid)
+            return offer(sources, wanted)
 
         monkeypatch.setattr(rank_loader, "load_ranks", counted)
         monkeypatch.setattr(rank_log, "read_layout", looked)
-        monkeypatch.setattr(resume_job._JobStart, "_carry_out", absorbed)
+        monkeypatch.setattr(RankSources, "offer", asked)
 
 
 @pytest.mark.thinned(4)

@@ -135,7 +135,7 @@ def test_a_whole_start_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         asked.append(partly)
         return look(*args, partly=partly, **options)
 
-    monkeypatch.setattr("everstep.restore.start.resume_job.offer_of", offer_of)
+    monkeypatch.setattr("everstep.restore.start.rank_sources.offer_of", offer_of)
     paths = folders(tmp_path, shared=False)
     saved(paths)
     with replicas(*paths, **BASES) as ranks:

@@ -26,10 +26,14 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
+from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.job_committer import outcome_error
+from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.fetch.rank_offers import open_on_disk
-from everstep.restore.start import resume_job
-from everstep.restore.start.resume_job import Meeting, resume_all_ranks
+from everstep.restore.fetch.start_channel import Meeting
+from everstep.restore.start import rank_sources
+from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.resume_job import resume_all_ranks
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.seams.network.mailbox import TcpMailbox
@@ -269,22 +273,27 @@ def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) ->
     mine = TcpMailbox("127.0.0.1")
     mine.open("session", 0, [mine.address, silent.address])
     meeting = Meeting("session", 0, ("0", "0"), mine)
+    ring = ChunkRing(1, 1)
     try:
         with pytest.raises(DeadlineError, match=r"rank\(s\) 1 were silent"):
             resume_all_ranks(
-                Seams(),
-                tmp_path,
-                State({"data": 1}),
+                ResumeRequest(
+                    Seams(),
+                    tmp_path,
+                    State({"data": 1}),
+                    ring,
+                    KeeperContents(),
+                    step=None,
+                    strict=True,
+                    timeout_s=0.3,
+                ),
                 meeting,
-                None,
-                None,
-                step=None,
                 needs=all_ranks,
-                timeout_s=0.3,
             )
     finally:
         mine.close()
         silent.close()
+        ring.close()
 
 
 @pytest.mark.thinned(2)
@@ -317,7 +326,7 @@ def test_a_rank_that_fails_says_why_to_all_others(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return open_on_disk(fs, run, record, choice, unique)
 
-    monkeypatch.setattr(resume_job, "open_on_disk", fails)
+    monkeypatch.setattr(rank_sources, "open_on_disk", fails)
     path, found = tmp_path / "run", dict[int, everstep.EverstepError]()
 
     def resumes(one: RankTraining) -> None:

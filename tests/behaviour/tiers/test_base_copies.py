@@ -32,8 +32,7 @@ from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
 from everstep.keeper.ship.courier import Courier
 from everstep.keeper.ship.place import ROOT, CopyPlace, newest_timeline_in
 from everstep.restore.fetch.copies import RunWithCopies
-from everstep.restore.start.resume import open_timeline
-from everstep.run.folder import open_run_folder
+from everstep.run.folder import open_run_folder, open_timeline
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams

@@ -15,8 +15,8 @@ import everstep
 from everstep import LogOptions
 from everstep.format.names import TIMELINE_RECORD, marker_name, parse_shard
 from everstep.keeper.ship.place import CopyPlace
-from everstep.restore.start.resume import open_timeline
 from everstep.run import segments
+from everstep.run.folder import open_timeline
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import SegmentCache, SegmentFound, scan_logs
 from everstep.seams import ManualClock, PosixFileSystem, Seams

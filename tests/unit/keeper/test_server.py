@@ -24,7 +24,7 @@ from everstep.link.capture import Incoming
 from everstep.link.job_session import JobSession
 from everstep.link.messages import PROTOCOL
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
-from everstep.restore.start.resume import open_timeline
+from everstep.run.folder import open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams, failpoints
 from everstep.seams.network.sockets import close_descriptors, connect_stream

@@ -185,7 +185,7 @@ def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
         monkeypatch.setattr(start_module, "NodeStart", _Together)
     with started(*runs) as ranks:
         for one in ranks:
-            inspect(one.ckpt).starter._job._shared.fetches = True
+            inspect(one.ckpt).starter.job.shared.fetches = True
         found = resume(ranks)
         assert [(one.step, one.source) for one in found] == [(2, "disk"), (2, "copy")]
         assert [sources(one) for one in found] == [[(0, "disk"), (1, "copy")]] * 2

@@ -22,13 +22,15 @@ from everstep.errors import DamageError
 from everstep.format.reader import _chunks
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch import node_window
+from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.fetch.node_reads import NodeReads, NodeStart, shared_memory_name
 from everstep.restore.fetch.node_window import NodeWindow
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import LoadedBase
-from everstep.restore.start.rank_loader import loader
+from everstep.restore.start.rank_loader import RankLoader
+from everstep.restore.start.request import ResumeRequest
 from everstep.run.scan import BaseFound
-from everstep.seams import PosixFileSystem, SystemClock
+from everstep.seams import PosixFileSystem, Seams, SystemClock
 from everstep.seams.files.filesystem import ReadFile
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
@@ -125,20 +127,24 @@ class Ranks:
         rings = [ChunkRing(8, 6) for _ in starts]
 
         def one_loads(rank: int) -> LoadedBase | Exception:
-            load = loader(
+            request = ResumeRequest(
+                Seams(self.files),
+                PurePath("run"),
                 self.states[rank],
                 rings[rank],
+                KeeperContents(),
+                step=None,
                 strict=True,
                 timeout_s=TIMEOUT_S,
-                on_touch=lambda: None,
             )
+            load = RankLoader(request, reads[rank]).load
             tier = places[rank % len(places)]
             files = self.files if tier == "disk" else self.copies
             source = Source(TIERS.index(tier), rank)
             markers = self.base.manifest.markers  # type: ignore[union-attr]
             where = {one.rank: Place(source, files, "here") for one in markers}
             try:
-                return load(self.base, where, lambda: None, node=reads[rank])
+                return load(self.base, where, lambda: None)
             except Exception as error:
                 return error
             finally:

@@ -21,7 +21,7 @@ from everstep.restore.fetch.peers import FetchResult
 from everstep.restore.redo import driver
 from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.redo.live import LiveMemory
-from everstep.restore.start import resume_job
+from everstep.restore.start import rank_sources
 from everstep.run.prefetch import Prefetch
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
@@ -46,13 +46,13 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
 ) -> None:
     """Before it fetches; before the choice, if anything came; and behind the fence."""
     seen: list[Path] = []
-    scan = resume_job.scan_run
+    scan = rank_sources.scan_run
 
     def noting(filesystem: Any, run: Any, *known: Any) -> Any:
         seen.append(run)
         return scan(filesystem, run, *known)
 
-    monkeypatch.setattr(resume_job, "scan_run", noting)
+    monkeypatch.setattr(rank_sources, "scan_run", noting)
     fetch = start.fetch_from_peers
 
     def fetched(*args: Any, **named: Any) -> FetchResult:
@@ -62,7 +62,7 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
     monkeypatch.setattr(start, "fetch_from_peers", fetched)
     with trainings(tmp_path / "run0", tmp_path / "run1") as ranks:
         for one in ranks:
-            inspect(one.ckpt).starter._job._shared.fetches = True
+            inspect(one.ckpt).starter.job.shared.fetches = True
         on_all(*(one.ckpt.resume for one in ranks))
     assert [seen.count(tmp_path / f"run{rank}") for rank in range(2)] == [looks, looks]
 

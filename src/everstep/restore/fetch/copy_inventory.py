@@ -15,7 +15,7 @@ from everstep.restore.fetch.peer_log import FetchedLog
 from everstep.restore.fetch.served_files import Coverage
 from everstep.run.scan import Inventory
 
-__all__ = ["CopyOffer", "FetchResult", "FetchedBase", "OfferExtras", "unproven_marker"]
+__all__ = ["CopyOffer", "FetchResult", "FetchedBase", "OfferExtras"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,3 @@ class OfferExtras:
 
     unproven: Marker | None
     left: Callable[[], tuple[Offer, Coverage]]
-
-
-def unproven_marker(inventory: Inventory | None, held: HeldBase | None) -> Marker | None:
-    """Return the marker of the base in a keeper's memory, if its timeline is unknown to the
-    disk."""
-    if inventory is None or held is None or held.id.timeline in inventory.timelines:
-        return None
-    return held.marker

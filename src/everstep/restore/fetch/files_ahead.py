@@ -93,6 +93,7 @@ class CopiesAhead:
             left_bytes -= record.length
             if left_bytes < 0:
                 return
+            # A log that was scanned before is itself read ahead: begin on the copy, not on that.
             there = segment.files
             there = there.files if isinstance(there, FilesAhead) else there
             if there not in self._logs:
@@ -164,6 +165,7 @@ class FilesAhead(ReadingFileSystem):
 
     def close(self) -> None:
         """Cancel pending reads and release the memory. Idempotent."""
+        # Queued reads find the event set and end at once; only those under way are waited for.
         self._stopped.set()
         self._threads.close()
         begun = self._begun

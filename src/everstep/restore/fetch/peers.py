@@ -11,9 +11,9 @@ them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -163,36 +163,12 @@ def fetch_from_peers(
         DeadlineError: a rank is silent.
         RecoveryError: a rank has failed.
     """
-    what = "list the copies that their keepers hold"
-    unproven = None if lent is None else lent.unproven
-    mine = _Inventory(
-        encode_offer(offer),
-        [(Stored(copy.marker), copy.record) for copy in copies],
-        [LogOffer.of(meeting.rank, log) for log in logs],
-        room_bytes,
-        None if unproven is None else Stored(unproven),
-    )
-    said = [_INVENTORY.decode(one["held"]) for one in say(what, {"held": encode(mine)})]
-    offers = [decode_offer(one.offer) for one in said]
-    markers = {
-        rank: one.unproven.record for rank, one in enumerate(said) if one.unproven is not None
-    }
-    proof = prove_timelines(offers, markers)
-    told = [
-        CopyOffer(holder, marker.record, record)
-        for holder, one in enumerate(said)
-        for marker, record in one.copies
-    ]
-    logged = [log for one in said for log in one.logs]
-    held: Held = {(_base_of(copy.marker), copy.marker.rank, False): copy.memory for copy in copies}
-    for log in logs:
-        first = BaseId(log.steps.run.timeline, log.steps.run.first)
-        held[first, log.source, True] = log.steps.memory
-    rooms = [one.room_bytes for one in said]
-    covers: list[Coverage] | None = None
-    told += [] if opens is None else offers_on_disks(offers, told)
+    known = _Announced.by_all(say, meeting.rank, offer, copies, logs, room_bytes, lent)
+    if opens is not None:
+        known.copies += offers_on_disks(known.offers, known.copies)
     attempt = 0
     with ExitStack() as opened:
+        held = _held(copies, logs)
         if opens is not None:
             for base, piece in _pieces_on_disk(offer):
                 files = ServedFiles(opens, base, piece.marker)
@@ -200,30 +176,116 @@ def fetch_from_peers(
                 held.setdefault((base, piece.marker.rank, False), files)
         while True:
             attempt += 1
-            with_held = with_proven_bases(offers, markers, proof)
-            plan, choice = fetch_plan(
-                with_held, told, needs, step, logged, rooms=rooms, covers=covers
-            )
-            if choice is None and covers is None and lent is not None:
-                offer, mine_too = lent.left()
-                what = "list the remains of replicas"
-                left = encode((encode_offer(offer), mine_too))
-                found = [_REMAINS.decode(one["left"]) for one in say(what, {"left": left})]
-                offers = [decode_offer(one) for one, _ in found]
-                covers = [one for _, one in found]
+            plan, choice = known.plan(needs, step)
+            if choice is None and known.covers is None and lent is not None:
+                known.add_remains(say, lent)
                 continue
             if choice is not None:
                 meanwhile(choice)
+            proven = known.proof.get(meeting.rank)
             if not plan:
-                return FetchResult([], [], proof.get(meeting.rank))
-            exchange = _Exchange(meeting, clock, attempt, plan, held, len(said), timeout_s)
+                return FetchResult([], [], proven)
+            exchange = _Exchange(meeting, clock, attempt, plan, held, len(known.offers), timeout_s)
             brought, damaged = exchange.run()
             unusable = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
             bad = {tuple(key) for one in unusable for key in one["damaged"]}
             if not bad:
-                return replace(brought, proven=proof.get(meeting.rank))
-            told = [copy for copy in told if copy.key not in bad]
-            logged = [log for log in logged if log.key not in bad]
+                return replace(brought, proven=proven)
+            # All ranks plan again without what any of them found damaged.
+            known.drop(bad)
+
+
+@dataclass(slots=True)
+class _Announced:
+    """What all ranks have announced; the same on all of them, so that they plan alike.
+
+    Attributes:
+        offers: what each rank can read by itself.
+        markers: by rank: marker of the base in its keeper's memory whose timeline its disk lacks.
+        copies: copies that ranks can serve.
+        logs: steps of logs that ranks can serve.
+        rooms: by rank: bytes that it may take for files from other disks.
+        covers: remains of bases on each disk; None until they are needed.
+        proof: by rank: timeline record of its marker, as proved by other ranks.
+    """
+
+    offers: list[Offer]
+    markers: dict[int, Marker]
+    copies: list[CopyOffer]
+    logs: list[LogOffer]
+    rooms: list[int]
+    proof: dict[int, TimelineRecord]
+    covers: list[Coverage] | None = None
+
+    @classmethod
+    def by_all(
+        cls,
+        say: AllGather,
+        rank: int,
+        offer: Offer,
+        copies: Sequence[PeerCopy],
+        logs: Sequence[PeerLog],
+        room_bytes: int,
+        lent: OfferExtras | None,
+    ) -> _Announced:
+        """Announce what this rank has, and return what all have announced."""
+        unproven = None if lent is None else lent.unproven
+        mine = _Inventory(
+            encode_offer(offer),
+            [(Stored(copy.marker), copy.record) for copy in copies],
+            [LogOffer.of(rank, log) for log in logs],
+            room_bytes,
+            None if unproven is None else Stored(unproven),
+        )
+        found = say("list the copies that their keepers hold", {"held": encode(mine)})
+        everyones = [_INVENTORY.decode(one["held"]) for one in found]
+        offers = [decode_offer(one.offer) for one in everyones]
+        markers = {
+            rank: one.unproven.record
+            for rank, one in enumerate(everyones)
+            if one.unproven is not None
+        }
+        return cls(
+            offers,
+            markers,
+            [
+                CopyOffer(holder, marker.record, record)
+                for holder, one in enumerate(everyones)
+                for marker, record in one.copies
+            ],
+            [log for one in everyones for log in one.logs],
+            [one.room_bytes for one in everyones],
+            prove_timelines(offers, markers),
+        )
+
+    def plan(self, needs: Needs, step: int | None) -> tuple[FetchPlan, Choice | None]:
+        """Return what each rank fetches, and the choice that it makes possible."""
+        offers = with_proven_bases(self.offers, self.markers, self.proof)
+        return fetch_plan(
+            offers, self.copies, needs, step, self.logs, rooms=self.rooms, covers=self.covers
+        )
+
+    def add_remains(self, say: AllGather, lent: OfferExtras) -> None:
+        """Exchange what is left of incomplete bases, since no base can be read by all ranks."""
+        offer, covers = lent.left()
+        left = encode((encode_offer(offer), covers))
+        found = say("list the remains of replicas", {"left": left})
+        remains = [_REMAINS.decode(one["left"]) for one in found]
+        self.offers = [decode_offer(one) for one, _ in remains]
+        self.covers = [one for _, one in remains]
+
+    def drop(self, damaged: Collection[tuple[int, ...]]) -> None:
+        """Drop copies and steps that proved damaged, by their keys."""
+        self.copies = [copy for copy in self.copies if copy.key not in damaged]
+        self.logs = [log for log in self.logs if log.key not in damaged]
+
+
+def _held(copies: Sequence[PeerCopy], logs: Sequence[PeerLog]) -> Held:
+    held: Held = {(_base_of(copy.marker), copy.marker.rank, False): copy.memory for copy in copies}
+    for log in logs:
+        first = BaseId(log.steps.run.timeline, log.steps.run.first)
+        held[first, log.source, True] = log.steps.memory
+    return held
 
 
 def _pieces_on_disk(offer: Offer) -> Iterator[tuple[BaseId, Piece]]:
@@ -231,6 +293,65 @@ def _pieces_on_disk(offer: Offer) -> Iterator[tuple[BaseId, Piece]]:
         for piece in one.pieces.values():
             if "disk" in piece.tiers:
                 yield base, piece
+
+
+class _Incoming:
+    """Bytes that arrive in chunks, in order, from one rank at a time.
+
+    Requests are repeated if nothing arrived for longer than the last two chunks took. Chunks may be
+    in flight on a slow link, and each repeated request sends them again.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._data = bytearray()
+        self._requested = 0
+        self._arrived = 0
+        self._requested_s = now_s
+        self._arrived_s = now_s
+        self._retry_after_s = _AGAIN_S
+
+    def begin(self, size_bytes: int, now_s: float) -> None:
+        """Expect this many bytes, from the first one on."""
+        self._data = bytearray(size_bytes)
+        self._requested = 0
+        self._arrived = 0
+        self._requested_s = now_s
+        self._arrived_s = now_s
+
+    def next_requests(self, now_s: float) -> Iterator[tuple[int, int]]:
+        """Yield offset and size of the chunks to request now."""
+        if self._requested > self._arrived and now_s - self._requested_s > self._retry_after_s:
+            self._requested = self._arrived
+            self._retry_after_s = min(2 * self._retry_after_s, _AGAIN_MAX_S)
+        end = min(len(self._data), self._arrived + _UNANSWERED_MAX * _CHUNK_BYTES)
+        while self._requested < end:
+            size = min(len(self._data) - self._requested, _CHUNK_BYTES)
+            yield self._requested, size
+            self._requested += size
+            self._requested_s = now_s
+
+    def expects(self, offset: int, size_bytes: int, now_s: float) -> bool:
+        """Return True if a chunk that arrived is the next one."""
+        # Earlier chunks, requested twice, count as signs of life as well: others follow them.
+        self._retry_after_s = max(_AGAIN_S, 2 * (now_s - self._arrived_s))
+        self._requested_s = now_s
+        self._arrived_s = now_s
+        return offset == self._arrived and offset + size_bytes <= len(self._data)
+
+    def add(self, data: bytes) -> None:
+        """Add the next chunk."""
+        self._data[self._arrived : self._arrived + len(data)] = data
+        self._arrived += len(data)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._arrived == len(self._data)
+
+    def take(self) -> bytearray:
+        """Return all bytes, and release them here."""
+        data = self._data
+        self._data = bytearray()
+        return data
 
 
 class _Exchange:
@@ -258,12 +379,9 @@ class _Exchange:
         self._others = [rank for rank in plan if rank != meeting.rank]
         # All ranks: one that has nothing to do here must not run into a deadline elsewhere.
         self._all = range(world)
-        self._memory = bytearray()
-        self._asked = self._there = 0
-        self._again_s = _AGAIN_S
+        self._incoming = _Incoming(clock.monotonic_s())
         self._said_s = float("-inf")
         self._heard_s = dict.fromkeys(self._all, clock.monotonic_s())
-        self._asked_s = self._heard_part_s = clock.monotonic_s()
 
     def run(self) -> tuple[FetchResult, list[CopyOffer | LogOffer]]:
         """Run until all ranks have what they need; return the result, and the damaged items.
@@ -298,6 +416,7 @@ class _Exchange:
                 and message.done
             ):
                 done.add(envelope.sender)
+        # Others may still wait for this rank's word that it needs nothing more.
         self._report(now=True)
         return self._brought, self._damaged
 
@@ -310,8 +429,7 @@ class _Exchange:
             if one.holder != self._meeting.rank or not isinstance(memory, memoryview):
                 self._todo.append(one)
                 continue
-            self._memory = bytearray(memory[: one.size_bytes])
-            self._finish(one)
+            self._finish(one, bytearray(memory[: one.size_bytes]))
 
     def _accept(self, data: bytes) -> Envelope | None:
         try:
@@ -321,29 +439,16 @@ class _Exchange:
             return None
 
     def _begin(self) -> None:
-        self._memory = bytearray(self._todo[0].size_bytes)
-        self._asked = self._there = 0
-        self._asked_s = self._heard_part_s = self._clock.monotonic_s()
+        self._incoming.begin(self._todo[0].size_bytes, self._clock.monotonic_s())
 
     def _ask(self) -> None:
-        """Request the next chunks; repeat requests if nothing arrived for longer than the last two
-        chunks took. Chunks may be in flight on a slow link, and each repeated request sends them
-        again."""
+        """Request the next chunks."""
         if not self._todo:
             return
-        now_s = self._clock.monotonic_s()
         one = self._todo[0]
-        if self._asked > self._there and now_s - self._asked_s > self._again_s:
-            self._asked, self._again_s = self._there, min(2 * self._again_s, _AGAIN_MAX_S)
-        while (
-            self._asked < len(self._memory)
-            and self._asked - self._there < _UNANSWERED_MAX * _CHUNK_BYTES
-        ):
-            size = min(len(self._memory) - self._asked, _CHUNK_BYTES)
-            base, rank, log = one.place
-            self._send(one.holder, ChunkRequest(base, rank, self._asked, size, log))
-            self._asked += size
-            self._asked_s = now_s
+        base, rank, log = one.place
+        for offset, size in self._incoming.next_requests(self._clock.monotonic_s()):
+            self._send(one.holder, ChunkRequest(base, rank, offset, size, log))
 
     def _serve(self, rank: int, wanted: ChunkRequest) -> None:
         held = self._held.get((wanted.base, wanted.rank, wanted.log))
@@ -360,24 +465,19 @@ class _Exchange:
             return
         one = self._todo[0]
         place = part.base, part.rank, part.log
-        ours = (sender, place) == (one.holder, one.place)
-        end = part.offset + len(part.data)
-        if not ours:
+        if (sender, place) != (one.holder, one.place):
             return
-        now_s = self._clock.monotonic_s()  # earlier chunks count as well: others follow them
-        self._again_s = max(_AGAIN_S, 2 * (now_s - self._heard_part_s))
-        self._asked_s = self._heard_part_s = now_s
-        if part.offset != self._there or end > len(self._memory):
+        incoming = self._incoming
+        if not incoming.expects(part.offset, len(part.data), self._clock.monotonic_s()):
             return
         if not part.data:
             _log.warning("rank %d can no longer read %s of rank %d", sender, one.base, part.rank)
             self._damaged.append(self._todo.pop(0))
             self._next()
             return
-        self._memory[self._there : end] = part.data
-        self._there = end
-        if self._there == len(self._memory):
-            self._finish(self._todo.pop(0))
+        incoming.add(part.data)
+        if incoming.is_complete:
+            self._finish(self._todo.pop(0), incoming.take())
             self._next()
 
     def _next(self) -> None:
@@ -386,9 +486,8 @@ class _Exchange:
         else:
             self._report(now=True)
 
-    def _finish(self, one: CopyOffer | LogOffer) -> None:
-        memory = memoryview(self._memory)
-        self._memory = bytearray()
+    def _finish(self, one: CopyOffer | LogOffer, data: bytearray) -> None:
+        memory = memoryview(data)
         try:
             record = TimelineRecord.decode(one.record, _WIRE)
             if isinstance(one, LogOffer):

@@ -220,6 +220,7 @@ class Copies:
         Raises:
             StorageError: a place cannot be written.
         """
+        # Before the new timeline: a place without the older ones would show a history with a gap.
         for place, inventory in self._found:
             for old in choice.timelines:
                 if old.timeline not in inventory.timelines:
@@ -246,6 +247,8 @@ class Copies:
         """
         name = self._name(record.timeline)
         data = record.encode()
+        # In one order on all ranks: if the number is taken in a place, no later place, and no disk,
+        # gets it.
         return all(
             (not leads and _appears(place.tier, name, data)) or place.tier.create(name, data)
             for place in self.places

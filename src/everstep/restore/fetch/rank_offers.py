@@ -13,7 +13,6 @@ from pathlib import PurePath
 
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece
 from everstep.commit.lineage import BaseId
-from everstep.commit.log_reach import LogRun
 from everstep.errors import EverstepError
 from everstep.format.digests import digest
 from everstep.format.names import (
@@ -44,7 +43,6 @@ def offer_of(
     rank: int,
     disk: str,
     held: Iterable[tuple[Marker, str]] = (),
-    log: tuple[LogRun, ...] = (),
     *,
     partly: bool = False,
 ) -> Offer:
@@ -59,7 +57,6 @@ def offer_of(
         rank: this rank.
         disk: name of the disk.
         held: pieces in other tiers: marker and tier of each.
-        log: logged steps of this rank.
         partly: also list markers from manifests whose files are missing.
     """
     bases: dict[BaseId, BaseOffer] = {}
@@ -83,7 +80,7 @@ def offer_of(
         bases[base] = replace(old, pieces=pieces)
     lost = tuple(base.id for base in inventory.bases if base.status == "damaged")
     timelines = dict(inventory.timelines)
-    return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, lost, log)
+    return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, lost)
 
 
 def open_on_disk(

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import (
     Answer,
+    ChunkReply,
+    ChunkRequest,
     Command,
     Envelope,
     Message,
@@ -47,7 +49,7 @@ class Meeting:
         disks: by rank: name of the disk that it writes to.
         mailbox: to the training processes of the other ranks.
         fingerprints: of each rank; results of ranks that train differently are not compared.
-        trained: these processes have trained: their state is not that of a fresh start.
+        strict: False if state that does not match the base may be left out, on any rank.
     """
 
     session: str
@@ -55,7 +57,7 @@ class Meeting:
     disks: tuple[str, ...]
     mailbox: Mailbox
     fingerprints: tuple[Mapping[str, str], ...] = ()
-    trained: bool = False
+    strict: bool = True
 
     @property
     def world(self) -> int:
@@ -73,7 +75,8 @@ class StartChannel:
 
     Attributes:
         doing: this rank's activity, sent every second to ranks that wait for it.
-        aside: handles messages that are no part of the agreement; returns True if it did.
+        chunks: requested and received log records, by sender, which are no part of the agreement;
+            :class:`.log_exchange.LogExchange` takes them.
     """
 
     def __init__(self, meeting: Meeting, clock: Clock, run: PurePath, *, timeout_s: float) -> None:
@@ -88,7 +91,7 @@ class StartChannel:
         self._failed: StartFailed | None = None
         self._said_s = clock.monotonic_s()
         self.doing = "begins"
-        self.aside: Callable[[int, Message], bool] = lambda sender, message: False
+        self.chunks: deque[tuple[int, ChunkRequest | ChunkReply]] = deque()
         self._later: deque[tuple[int, Message]] = deque()
 
     def listen(self) -> tuple[int, Message] | None:
@@ -97,6 +100,7 @@ class StartChannel:
         Raises:
             RecoveryError: a rank has failed.
         """
+        # Messages of the agreement may have arrived while this rank exchanged log records.
         if not self._later:
             self.attend(_TICK_S)
         self.raise_failed()
@@ -106,6 +110,8 @@ class StartChannel:
         """Process one message, if one arrives within ``timeout_s``; messages of the agreement are
         queued for :meth:`listen`. Return True if one arrived."""
         data = self._meeting.mailbox.receive(timeout_s)
+        # Only time in which this rank listened counts as silence of others. While it read a base or
+        # was stopped, their messages waited in its mailbox.
         before_s = self._looked_s
         self._looked_s = self._clock.monotonic_s()
         self._listened_s += min(_LISTENED_S_MAX, self._looked_s - before_s)
@@ -121,7 +127,9 @@ class StartChannel:
         self._heard_s[sender] = self._listened_s
         if isinstance(message, StartFailed):
             self._failed = message
-        elif not self.aside(sender, message):
+        elif isinstance(message, ChunkRequest | ChunkReply):
+            self.chunks.append((sender, message))
+        else:
             self._later.append((sender, message))
         if isinstance(message, Command | Answer) and not message.number:
             self._does[sender] = message.payload.decode("utf-8", "replace")
@@ -173,6 +181,7 @@ class StartChannel:
             DeadlineError: some are not; names them and their last known activity.
         """
         waits = [rank for rank in waits_for if rank != self._meeting.rank]
+        # A closed connection alone proves nothing: it may break, and a busy rank reconnects late.
         gone = [rank for rank in waits if self._silent_s(rank) > _GONE_S and self._is_gone(rank)]
         silent = [rank for rank in waits if self._silent_s(rank) > self._timeout_s]
         if not gone and not silent:
@@ -193,6 +202,7 @@ class StartChannel:
     def leave(self, error: BaseException) -> None:
         """Send the failure of this rank to the ranks that wait for it. If the message is lost, they
         notice its silence."""
+        # Pass on the first failure: the error that it caused here would hide the reason.
         failed = self._failed or StartFailed(self._meeting.rank, failure_reason(error))
         if self._meeting.rank == COORDINATOR:
             for rank in range(1, self._meeting.world):

@@ -5,26 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from everstep.commit.lineage import BaseId
-from everstep.format.records import Marker, TimelineRecord
+from everstep.format.records import AuditRecord, Marker, TimelineRecord
 from everstep.restore.load.load import LoadedBase
+from everstep.run.audits import describe_audit
 
-__all__ = ["why_not_exact"]
+__all__ = ["why_inexact"]
 
 
-def why_not_exact(
-    loaded: LoadedBase,
-    base: BaseId,
+def why_inexact(
+    replay: str,
+    audit: AuditRecord | None,
+    loaded: LoadedBase | None,
+    base: BaseId | None,
     markers: Iterable[Marker],
     timelines: Iterable[TimelineRecord | None],
 ) -> str:
-    """Return all reasons in words; "" if the state is exact.
+    """Return in words why a state is not exact; "" if it is.
 
     Args:
-        loaded: result of the restore.
+        replay: why the replay of the log was not exact; "" if it was.
+        audit: audit that the state rests on.
+        loaded: result of loading the base; None on a fresh start, like ``base``.
         base: base that was loaded.
         markers: markers of the ranks that wrote it.
         timelines: timeline records of the run.
     """
+    if replay:
+        return replay
+    if audit is not None and audit.verdict == "different":
+        return describe_audit(audit)
+    if loaded is None or base is None:
+        return ""
     found = []
     if of := {marker.rank: marker.inexact for marker in markers if not marker.exact}:
         ranks = f" (rank(s) {', '.join(map(str, sorted(of)))})" if loaded.marker.world > 1 else ""

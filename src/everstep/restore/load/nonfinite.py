@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import torch
 
+from everstep.commit.lineage import BaseId
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.tensors import local_tensor
 
-__all__ = ["are_finite", "is_finite", "nonfinite_parameter", "optimized"]
+__all__ = ["are_finite", "is_finite", "nonfinite_notice", "nonfinite_parameter", "optimized"]
 
 # Largest slice that torch checks in the calling thread. Its pool threads would keep spinning after
 # each check, on cores that the reading threads need.
@@ -37,6 +38,23 @@ def nonfinite_parameter(state: State, but: Collection[str] = ()) -> str | None:
         if name not in but and not is_finite(local_tensor(parameter.detach())):
             return name
     return None
+
+
+def nonfinite_notice(state: State, end: BaseId | None, but: Collection[str]) -> tuple[str, ...]:
+    """Return the warning about a restored parameter that is not finite; empty if all are finite.
+
+    Args:
+        end: timeline and step of the state.
+        but: names of parameters checked before.
+    """
+    name = nonfinite_parameter(state, but)
+    if name is None:
+        return ()
+    step = "" if end is None else f" of step {end.step}"
+    return (
+        f"the state{step} is not finite: {name!r} holds NaN or infinity. Training had this state; "
+        "resume(step=...) restores an earlier step (everstep ls lists them)",
+    )
 
 
 def optimized(state: State) -> Iterator[tuple[str, torch.Tensor]]:

@@ -29,6 +29,8 @@ from everstep.state.values.objects import decode
 
 __all__ = ["LogFound"]
 
+_THREADS = 8  # segments of a copy to read at a time, as each read waits for a network
+
 
 class LogFound:
     """Log records by kind, timeline and number; those on disk are read when they are needed.
@@ -40,6 +42,7 @@ class LogFound:
         records: records in memory.
         segments: segments on disk and in copies.
         near_lossy: lossy records in the memory of other nodes.
+        copies: copies in which to look for a record that is damaged everywhere else.
 
     Attributes:
         index: index of the existing records.
@@ -53,12 +56,13 @@ class LogFound:
         records: Sequence[LogRecord],
         segments: Sequence[SegmentFound],
         near_lossy: Sequence[LogRecord] = (),
+        copies: _LogCopies | None = None,
     ) -> None:
         self._memory = {_key(record): record for record in records}
         self._lossy = {_key(record): record for record in near_lossy}
         self._segments: dict[Key, tuple[SegmentFound, int]] = {}
         self._places: dict[Key, list[SegmentFound]] = {}  # nearest last
-        self._search_copies: Callable[[int, int], Iterable[SegmentFound]] = _no_copies
+        self._copies = copies
         self._repaired: dict[Skipped, None] = {}
         self._reads: LogReads | None = None
         heads: dict[bool, list[RecordHead]] = {True: [], False: []}  # lossy ones under True
@@ -109,63 +113,23 @@ class LogFound:
         Raises:
             OSError: a directory cannot be read.
         """
-        there = set(inventory.timelines)
-        mine = [record for record in records if record.head.timeline in there]
-        own = partial(scan_log, filesystem, inventory.path, rank=rank, threads=threads)
-        look = partial(own, there=inventory.may_hold)
-        found = look(sorted(there))
-        bad = [
-            one for one in found if one.problem is not None and switch_to_copy(filesystem, one.path)
-        ]
-        found = look(sorted(there)) if bad else found  # the unusable ones are now read from a copy
-        others: dict[int, Skipped] = {}
-        for number, record in inventory.timelines.items():
-            if world is None or record is None or record.world == world:
-                continue
-            last = [segment.last for segment in found if segment.timeline == number]
-            last += [record.head.step for record in mine if record.head.timeline == number]
-            if last:
-                why = f"log: written by {record.world} rank(s), but {world} rank(s) start"
-                others[number] = Skipped(number, max(last), why)
+        mine = [record for record in records if record.head.timeline in inventory.timelines]
+        found, damaged = _on_disk(filesystem, inventory, rank, threads)
+        others = {} if world is None else _of_other_jobs(inventory, world, mine, found)
         mine = [record for record in mine if record.head.timeline not in others]
-        found = [segment for segment in found if segment.timeline not in others]
-        found = [validated(segment, inventory.run) for segment in found]
+        found = [
+            validated(segment, inventory.run) for segment in found if segment.timeline not in others
+        ]
         lossy_lent = [record for record in lent if _is_lossy(record)]
-        lent = [record for record in lent if not _is_lossy(record)]
-        lossy = {_step(record) for record in lossy_lent}  # a copy may have the exact ones
-        steps = {_step(record) for record in lent} - lossy | {_step(record) for record in mine}
-        for one in found:
-            if one.problem is None:
-                steps |= {(one.timeline, step) for step in range(one.after + 1, one.last + 1)}
-
-        def wanted(timeline: int, after: int, last: int) -> bool:
-            if not needed_by((timeline, after, last), bases):
-                return False
-            return not all((timeline, step) in steps for step in range(after + 1, last + 1))
-
-        for files, there_too in copies:
-            known = sorted(n for n, record in there_too.timelines.items() if record is not None)
-            with tier_errors():
-                how = partial(scan_log, rank=rank, wanted=wanted, lossy=lossy_copies, threads=8)
-                here = how(files, inventory.path, known, there=there_too.may_hold)
-            found = [*(replace(segment, files=read_from(files)) for segment in here), *found]
-        log = cls(
-            [*lent, *mine], [validated(segment, inventory.run) for segment in found], lossy_lent
-        )
+        exact_lent = [record for record in lent if not _is_lossy(record)]
+        in_copies = _LogCopies(copies, inventory, rank)
+        if copies:
+            nearer = _steps_of(mine, exact_lent, lossy_lent, found)
+            more = in_copies.beyond(nearer, bases, lossy=lossy_copies, read_from=read_from)
+            found = [*more, *found]
+        log = cls([*exact_lent, *mine], found, lossy_lent, in_copies)
         log.skipped += others.values()
-        log.skipped += [Skipped(one.timeline, one.last, one.problem or "") for one in bad]
-
-        def search(timeline: int, step: int) -> Iterator[SegmentFound]:
-            def has(timeline: int, after: int, last: int) -> bool:
-                return after < step <= last
-
-            for files, there_too in copies:
-                if there_too.timelines.get(timeline) is not None:
-                    here = scan_log(files, inventory.path, [timeline], rank=rank, wanted=has)
-                    for segment in here:
-                        yield validated(replace(segment, files=files), inventory.run)
-
-        log._search_copies = search
+        log.skipped += damaged
         return log
 
     def steps(
@@ -353,9 +317,8 @@ class LogFound:
     ) -> LogRecord:
         """Return an intact record from another place."""
         key = key_of(head)
-        segments = chained(
-            reversed(self._places.get(key, [])), self._search_copies(head.timeline, head.step)
-        )
+        copies = () if self._copies is None else self._copies.with_step(head.timeline, head.step)
+        segments = chained(reversed(self._places.get(key, [])), copies)
         try:
             found = find_record(key, digest, segments, filesystem, ring, timeout_s)
         except (EverstepError, OSError) as problem:  # while another place was listed
@@ -389,8 +352,138 @@ class LogFound:
             reads.close()
 
 
-def _no_copies(timeline: int, step: int) -> Iterable[SegmentFound]:
-    return ()
+class _LogCopies:
+    """Copies of one rank's log in tiers.
+
+    Args:
+        copies: file system and inventory of each place, nearest first.
+        inventory: of the run folder, whose path also names the files in each place.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[tuple[FileSystem, Inventory]],
+        inventory: Inventory,
+        rank: int,
+    ) -> None:
+        self._copies = copies
+        self._path = inventory.path
+        self._run = inventory.run
+        self._rank = rank
+
+    def beyond(
+        self,
+        nearer: Collection[tuple[int, int]],
+        bases: Collection[BaseId],
+        *,
+        lossy: bool,
+        read_from: Callable[[FileSystem], FileSystem],
+    ) -> list[SegmentFound]:
+        """Return the segments with steps that exist nowhere nearer, the farthest place first.
+
+        Args:
+            nearer: timeline and step of the steps that exist nearer.
+        """
+
+        def wanted(timeline: int, after: int, last: int) -> bool:
+            if not needed_by((timeline, after, last), bases):
+                return False
+            return not all((timeline, step) in nearer for step in range(after + 1, last + 1))
+
+        found: list[SegmentFound] = []
+        for files, there in self._copies:
+            known = sorted(n for n, record in there.timelines.items() if record is not None)
+            with tier_errors():
+                here = scan_log(
+                    files,
+                    self._path,
+                    known,
+                    rank=self._rank,
+                    wanted=wanted,
+                    lossy=lossy,
+                    threads=_THREADS,
+                    there=there.may_hold,
+                )
+            # Damaged segments are read again in the copy itself, not through ``read_from``.
+            here = [replace(segment, files=read_from(files)) for segment in here]
+            found = [*(validated(segment, self._run) for segment in here), *found]
+        return found
+
+    def with_step(self, timeline: int, step: int) -> Iterator[SegmentFound]:
+        """Yield the segments with a step."""
+
+        def wanted(timeline: int, after: int, last: int) -> bool:
+            return after < step <= last
+
+        for files, there in self._copies:
+            if there.timelines.get(timeline) is not None:
+                here = scan_log(files, self._path, [timeline], rank=self._rank, wanted=wanted)
+                for segment in here:
+                    yield validated(replace(segment, files=files), self._run)
+
+
+def _on_disk(
+    filesystem: FileSystem, inventory: Inventory, rank: int, threads: int
+) -> tuple[list[SegmentFound], list[Skipped]]:
+    """Return the segments in the run folder, and those replaced by copies as they are damaged."""
+    timelines = sorted(inventory.timelines)
+    scan = partial(
+        scan_log,
+        filesystem,
+        inventory.path,
+        timelines,
+        rank=rank,
+        threads=threads,
+        there=inventory.may_hold,
+    )
+    found = scan()
+    damaged = [
+        Skipped(one.timeline, one.last, one.problem)
+        for one in found
+        if one.problem is not None and switch_to_copy(filesystem, one.path)
+    ]
+    # The damaged ones are now read from a copy.
+    return (scan() if damaged else found), damaged
+
+
+def _of_other_jobs(
+    inventory: Inventory,
+    world: int,
+    records: Iterable[LogRecord],
+    segments: Sequence[SegmentFound],
+) -> dict[int, Skipped]:
+    """Return the last step of each timeline whose log another number of ranks wrote."""
+    last: dict[int, int] = {}
+    for record in records:
+        timeline = record.head.timeline
+        last[timeline] = max(last.get(timeline, 0), record.head.step)
+    for segment in segments:
+        last[segment.timeline] = max(last.get(segment.timeline, 0), segment.last)
+    found = {}
+    for number, opened in inventory.timelines.items():
+        if opened is not None and opened.world != world and number in last:
+            why = f"log: written by {opened.world} rank(s), but {world} rank(s) start"
+            found[number] = Skipped(number, last[number], why)
+    return found
+
+
+def _steps_of(
+    own: Iterable[LogRecord],
+    exact_lent: Iterable[LogRecord],
+    lossy_lent: Iterable[LogRecord],
+    segments: Iterable[SegmentFound],
+) -> set[tuple[int, int]]:
+    """Return timeline and step of all steps that need not be looked up in copies.
+
+    Steps with a lossy record in the memory of other nodes are looked up: a copy may have the exact
+    one.
+    """
+    steps = {_step(record) for record in exact_lent} - {_step(record) for record in lossy_lent}
+    steps |= {_step(record) for record in own}
+    for one in segments:
+        if one.problem is None:
+            steps |= {(one.timeline, step) for step in range(one.after + 1, one.last + 1)}
+    return steps
 
 
 def _step(record: LogRecord) -> tuple[int, int]:

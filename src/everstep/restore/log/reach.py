@@ -45,36 +45,62 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
         own = index.marks.get((base.id.timeline, base.id.step))  # for the shape digest
         lsns[base.id] = (base.manifest.markers[0].lsn, None if own is None else own.shape)
     if step is None:
-        here = {base.id for base in everything.ordered}
-        known = {key: value for key, value in lsns.items() if key in here}
-        path = path_of(_trained(inventory, index), inventory.timelines) if known else []
-        found = chains(known, index, path)
-        there = {chain.base for chain in found}
-        # Bases outside every recorded history are still offered, after the others.
-        found += [Chain(key, (), "") for key in known if key not in there]
-        found.sort(key=lambda chain: (chain.end, chain.base), reverse=True)
-        return Reachable(tuple((usable[chain.base], chain) for chain in found), everything)
+        found = _newest_first(inventory, index, lsns, everything)
+    else:
+        found = _leading_to(step, inventory, index, lsns)
+    return Reachable(tuple((usable[chain.base], chain) for chain in found), everything)
+
+
+def _newest_first(
+    inventory: Inventory,
+    index: LogIndex,
+    lsns: Mapping[BaseId, tuple[int, str | None]],
+    everything: Candidates,
+) -> list[Chain]:
+    """Return the ways along the current history, farthest first."""
+    here = {base.id for base in everything.ordered}
+    known = {key: value for key, value in lsns.items() if key in here}
+    path = path_of(_trained(inventory, index), inventory.timelines) if known else []
+    found = chains(known, index, path)
+    there = {chain.base for chain in found}
+    # Bases outside every recorded history are still offered, after the others.
+    found += [Chain(key, (), "") for key in known if key not in there]
+    return sorted(found, key=lambda chain: (chain.end, chain.base), reverse=True)
+
+
+def _leading_to(
+    step: int,
+    inventory: Inventory,
+    index: LogIndex,
+    lsns: Mapping[BaseId, tuple[int, str | None]],
+) -> list[Chain]:
+    """Return the ways to a step in any timeline.
+
+    Raises:
+        RecoveryError: there are none.
+    """
     ordered: dict[BaseId, Chain] = {}
+    early = {key: value for key, value in lsns.items() if key.step <= step}
     for timeline in current_first(inventory, index):
         path = path_of(timeline, inventory.timelines)
-        early = {key: value for key, value in lsns.items() if key.step <= step}
         cut = [_cut(chain, step) for chain in chains(early, index, path)]
         for chain in sorted(cut, key=lambda chain: chain.base, reverse=True):
-            if chain.end[1] == step and chain.base not in ordered:
-                ordered[chain.base] = chain
+            if chain.end[1] == step:
+                ordered.setdefault(chain.base, chain)
     for key in sorted(lsns, reverse=True):  # outside every history, but of this step
         if key.step == step:
             ordered.setdefault(key, Chain(key, (), ""))
-    if not ordered:
-        raise RecoveryError(
-            f"neither a base nor the log has step {step}",
-            step=step,
-            path=inventory.path,
-            hint="existing steps: "
-            + (_listed(lsns, index, inventory) or "none")
-            + ("" if (hidden := newest_unreachable(inventory)) is None else f"; {hidden.message}"),
-        )
-    return Reachable(tuple((usable[key], chain) for key, chain in ordered.items()), everything)
+    if ordered:
+        return list(ordered.values())
+    hint = "existing steps: " + (_listed(lsns, index, inventory) or "none")
+    if (hidden := newest_unreachable(inventory)) is not None:
+        hint += f"; {hidden.message}"
+    raise RecoveryError(
+        f"neither a base nor the log has step {step}",
+        step=step,
+        path=inventory.path,
+        hint=hint,
+    )
 
 
 def nothing_restorable(

@@ -14,12 +14,12 @@ from everstep.errors import MismatchError, RecoveryError
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.restore.fetch.sources import Place, RankBack, RankRead, source_name
 from everstep.restore.fetch.start_channel import Meeting
-from everstep.restore.load.inexact import why_not_exact
+from everstep.restore.load.inexact import why_inexact
 from everstep.restore.load.load import LoadedBase
-from everstep.restore.load.nonfinite import nonfinite_parameter
+from everstep.restore.load.nonfinite import nonfinite_notice
 from everstep.restore.start.rank_log import Redone
-from everstep.restore.start.resume import Resumed, not_finite
-from everstep.run.audits import audit_of, describe_audit
+from everstep.restore.start.report import Resumed
+from everstep.run.audits import audit_of
 from everstep.run.candidates import Skipped
 from everstep.run.scan import Inventory
 from everstep.seams.fingerprint import fingerprint, merge_fingerprints, process_name
@@ -52,7 +52,6 @@ class Outcome:
         source: source of the base.
         exact: True if the state is bit for bit that of training.
         load_s: seconds spent loading.
-        inventory: last scan of the run folder.
         reads: bytes read, by tier.
         redone: result of replay.
         audit: audit that the state rests on (see :func:`.audits.audit_of`).
@@ -62,7 +61,6 @@ class Outcome:
     source: str = "fresh"
     exact: bool = True
     load_s: float = 0.0
-    inventory: Inventory | None = None
     reads: tuple[RankRead, ...] = ()
     redone: Redone = field(default_factory=Redone)
     audit: AuditRecord | None = None
@@ -76,7 +74,6 @@ class Outcome:
         rank: int,
         *,
         load_s: float,
-        inventory: Inventory | None,
     ) -> Outcome:
         """Return the outcome of loading a base.
 
@@ -93,23 +90,23 @@ class Outcome:
             source_name({place.source.tier for place in picked.values()}),
             manifest.exact and not loaded.mismatches and not loaded.notes,
             load_s,
-            inventory,
             tuple(
                 RankRead(rank, source.tier, size_bytes)
                 for source, size_bytes in sorted(read_bytes.items())
             ),
         )
 
-    def audited(self, restored: Restored, end: BaseId | None) -> Restored:
+    def audited(self, restored: Restored, inventory: Inventory, end: BaseId | None) -> Restored:
         """Apply audits to the result: a state that rests on a base which audits found different is
         not exact (I9).
 
         Args:
             end: timeline and step of the state.
         """
-        if self.inventory is not None and end is not None:
-            self.audit = audit_of(self.inventory, end)
-            self.exact = self.exact and not self.is_doubted
+        if end is not None:
+            self.audit = audit_of(inventory, end)
+            if self.audit is not None and self.audit.verdict == "different":
+                self.exact = False
         return replace(restored, exact=restored.exact and self.exact)
 
     def doubt(self, notes: tuple[str, ...]) -> None:
@@ -117,11 +114,6 @@ class Outcome:
         if notes and self.loaded is not None:
             self.loaded = replace(self.loaded, notes=(*self.loaded.notes, *notes))
             self.exact = False
-
-    @property
-    def is_doubted(self) -> bool:
-        """True if an audit found a difference."""
-        return self.audit is not None and self.audit.verdict == "different"
 
 
 def record_of(
@@ -135,6 +127,7 @@ def record_of(
     """
     assert choice.run is not None, "every disk has the record of the run by now"
     base = None if choice.reach is None else choice.base
+    # Of all ranks: where they differ, no replay of this timeline is claimed to be exact (I9).
     known = merge_fingerprints(meeting.fingerprints or (fingerprint(),))
     return TimelineRecord(
         run=choice.run,
@@ -174,6 +167,7 @@ def refusal_error(
 def resumed_of(
     go: Go,
     outcome: Outcome,
+    inventory: Inventory,
     state: State,
     skipped: tuple[Skipped, ...],
     damage: tuple[str, ...],
@@ -181,6 +175,7 @@ def resumed_of(
     """Return the result of one rank, after all ranks agreed to go on.
 
     Args:
+        inventory: last scan of the run folder.
         skipped: bases and steps skipped, besides those known to all ranks.
         damage: problems, in words.
     """
@@ -188,28 +183,14 @@ def resumed_of(
     loaded = outcome.loaded
     redone = outcome.redone
     end = choice.end
+    reach = choice.reach
     lsn = 0 if loaded is None else loaded.marker.lsn
-    if choice.reach is not None:
-        lsn = choice.reach.lsn
     if loaded is not None and redone.notes:
         loaded = replace(loaded, notes=(*loaded.notes, *redone.notes))
-    inexact = redone.inexact
-    if outcome.audit is not None and outcome.is_doubted:
-        inexact = inexact or describe_audit(outcome.audit)
-    if loaded is not None and choice.base is not None and choice.manifest is not None:
-        inexact = inexact or why_not_exact(
-            loaded, choice.base, choice.manifest.markers, choice.timelines
-        )
-    if outcome.exact and not go.exact:
-        inexact = _ELSEWHERE
-    inventory = outcome.inventory
-    assert inventory is not None
     problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems) + damage
     problems += (choice.note,) if choice.note else ()
     if loaded is not None:
-        seen = () if choice.reach is not None else loaded.finite
-        if bad := nonfinite_parameter(state, but=seen):
-            problems += (not_finite(bad, end),)
+        problems += nonfinite_notice(state, end, loaded.finite if reach is None else ())
     return Resumed(
         go.timeline,
         choice.base,
@@ -222,9 +203,9 @@ def resumed_of(
         ),
         problems,
         step=0 if end is None else end.step,
-        lsn=lsn,
-        replayed=0 if choice.reach is None else choice.reach.count,
-        inexact=inexact,
+        lsn=lsn if reach is None else reach.lsn,
+        replayed=0 if reach is None else reach.count,
+        inexact=_why_inexact(go, outcome, loaded),
         audit=outcome.audit,
         load_s=outcome.load_s,
         replay_s=redone.replay_s,
@@ -233,6 +214,16 @@ def resumed_of(
         own_exact=outcome.exact,
         by_offsets=bool(choice.readers),
     )
+
+
+def _why_inexact(go: Go, outcome: Outcome, loaded: LoadedBase | None) -> str:
+    """Return why the state is not exact, on this rank or on another one; "" if it is."""
+    if outcome.exact and not go.exact:
+        return _ELSEWHERE
+    choice = go.choice
+    markers = () if choice.manifest is None else choice.manifest.markers
+    replay = outcome.redone.inexact
+    return why_inexact(replay, outcome.audit, loaded, choice.base, markers, choice.timelines)
 
 
 def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:

@@ -12,9 +12,10 @@ records, marks included, in the same way (``docs/design/ranks.md``).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from everstep.commit.job.messages import ChunkReply, ChunkRequest, Message
+from everstep.commit.job.messages import ChunkReply, ChunkRequest
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
@@ -23,7 +24,7 @@ from everstep.restore.fetch.peer_log import lay_out_records, records_from_pack
 from everstep.restore.fetch.start_channel import StartChannel
 from everstep.seams.clock import Clock
 
-__all__ = ["LogExchange", "decode_records", "encode_records"]
+__all__ = ["EncodedLog", "LogExchange", "decode_records", "encode_records"]
 
 _CHUNK_BYTES = 1 << 20
 _IN_FLIGHT_MAX = 8  # chunks requested ahead
@@ -94,30 +95,47 @@ class _PendingStep:
         return self.data is None or len(self.data) == self.total_bytes
 
 
+class EncodedLog(Protocol):
+    """Log records that this rank reads."""
+
+    def encoded(self, rank: int, timeline: int, step: int) -> bytes:
+        """Return the records that ``rank`` wrote for a step, encoded by :func:`encode_records`;
+        b"" if they cannot be read here.
+        """
+        ...
+
+
 class LogExchange:
     """Sends this rank's log records to other ranks, and fetches theirs.
 
     Args:
-        own: returns the encoded records of a step that this rank reads, by rank, timeline and step,
-            as :func:`encode_records` does; b"" if it cannot read them.
+        log: log of this rank; None: it has none to send.
     """
 
-    def __init__(
-        self, others: StartChannel, clock: Clock, own: Callable[[int, int, int], bytes]
-    ) -> None:
+    def __init__(self, others: StartChannel, clock: Clock, log: EncodedLog | None) -> None:
         self._others = others
         self._clock = clock
-        self._own = own
+        self._log = log
+        # Ranks request the chunks of a step one by one, and several ranks the same step.
         self._cache: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
         self._pending: dict[int, _PendingStep] = {}
         self._wanted = BaseId(0, 0)
-        others.aside = self._handle
 
     def serve(self) -> None:
         """Answer pending requests of other ranks, and report that this rank is alive."""
         while self._others.attend():
             pass
+        self.answer()
         self._others.is_alive()
+
+    def answer(self) -> None:
+        """Process the requests and replies that have arrived."""
+        while self._others.chunks:
+            sender, message = self._others.chunks.popleft()
+            if isinstance(message, ChunkRequest):
+                self._reply(sender, message)
+            else:
+                self._take(sender, message)
 
     def fetch(
         self, readers: Mapping[int, int], timeline: int, step: int
@@ -140,7 +158,10 @@ class LogExchange:
             for rank in missing:
                 self._request(rank, self._pending[rank])
             self._others.attend(_TICK_S)
+            # Ranks fetch from each other at the same time: answering here avoids a deadlock.
+            self.answer()
             self._others.is_alive()
+            # The rank that reads the records may fail or hang, as in the agreement.
             self._others.raise_failed()
             self._others.check({self._pending[rank].reader for rank in missing})
         received = self._pending
@@ -157,15 +178,6 @@ class LogExchange:
                 why = f"the log of rank {rank}, step {step}: {error.message}"
                 raise DamageError(why, rank=one.reader) from error
         return found
-
-    def _handle(self, sender: int, message: Message) -> bool:
-        if isinstance(message, ChunkRequest):
-            self._reply(sender, message)
-        elif isinstance(message, ChunkReply):
-            self._take(sender, message)
-        else:
-            return False
-        return True
 
     def _request(self, rank: int, one: _PendingStep) -> None:
         """Request the next bytes; repeat the request if nothing has arrived for long."""
@@ -207,7 +219,8 @@ class LogExchange:
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        data = self._cache[key] = self._own(rank, timeline, step)
+        data = b"" if self._log is None else self._log.encoded(rank, timeline, step)
+        self._cache[key] = data
         while len(self._cache) > 1 and sum(map(len, self._cache.values())) > _CACHE_BYTES:
             self._cache.popitem(last=False)
         return data
@@ -216,6 +229,7 @@ class LogExchange:
         one = self._pending.get(reply.rank)
         if one is None or not reply.log or one.reader != sender or reply.base != self._wanted:
             return
+        # A chunk that was requested twice arrives twice, and one may overtake another.
         if one.data is None or reply.offset != len(one.data):
             return
         if not reply.data:

@@ -32,6 +32,7 @@ def missing_sections(
         bases: in the order in which they would be tried.
         wanted: names of the sections to restore; only these count. None: all.
     """
+    # Bases of one timeline have the same sections, so no header need be read.
     if len({base.id.timeline for base in bases}) < 2:
         return {}
     sections: dict[int, frozenset[str] | None] = {}

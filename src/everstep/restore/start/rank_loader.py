@@ -5,90 +5,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from everstep.commit.job.offers import Needs
 from everstep.errors import DamageError, FormatError
 from everstep.format.records import Manifest, TimelineRecord
-from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.sources import Place
-from everstep.restore.load.load import LoadedBase, compare_ranks, load_ranks
+from everstep.restore.load.load import CompleteRank, LoadedBase, compare_ranks, load_ranks
 from everstep.restore.load.saved_ranks import HoleError, SavedLayout, SavedRanks, needs_of
 from everstep.restore.offline.rank_files import complete_rank_files
+from everstep.restore.start.request import ResumeRequest
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.progress import ProgressSink, progress, silent
 from everstep.state.ranks.rank_share import SkippedState
 from everstep.state.training_state import State
 
-__all__ = [
-    "Compares",
-    "Load",
-    "LoadWithNode",
-    "loader",
-    "make_comparer",
-    "needs_on_disk",
-    "read_layout",
-]
+__all__ = ["RankLoader", "needs_on_disk", "read_layout"]
 
 _log = logging.getLogger("everstep")
-
-
-class Load(Protocol):
-    """Protocol: restore this rank's state from a base."""
-
-    def __call__(
-        self,
-        base: BaseFound,
-        places: Mapping[int, Place],
-        alive: Callable[[], None],
-        *,
-        partly: bool = False,
-        timelines: Sequence[TimelineRecord] = (),
-    ) -> LoadedBase:
-        """Restore the base.
-
-        Args:
-            places: location of the files of each rank.
-            alive: called every now and then.
-            partly: the files of the other ranks are missing.
-            timelines: timeline records of the history.
-        """
-        ...
-
-
-class Compares(Protocol):
-    """Protocol: return the state of a base that this rank would leave out. Arguments as of
-    :class:`Load`."""
-
-    def __call__(
-        self,
-        base: BaseFound,
-        places: Mapping[int, Place],
-        alive: Callable[[], None],
-        *,
-        partly: bool = False,
-        timelines: Sequence[TimelineRecord] = (),
-    ) -> SkippedState: ...
-
-
-class LoadWithNode(Protocol):
-    """Protocol: a :class:`Load` that can share its reads with the other ranks of the node."""
-
-    def __call__(
-        self,
-        base: BaseFound,
-        places: Mapping[int, Place],
-        alive: Callable[[], None],
-        node: NodeReads | None = None,
-        *,
-        partly: bool = False,
-        timelines: Sequence[TimelineRecord] = (),
-    ) -> LoadedBase: ...
 
 
 class _ReportedProgress:
@@ -152,65 +90,45 @@ def _open(base: BaseFound, number: int, place: Place) -> OpenBase:
     return files.open() if isinstance(files, HeldBase) else OpenBase.open(files, base, rank=number)
 
 
-def make_comparer(state: State, ring: ChunkRing, *, strict: bool, timeout_s: float) -> Compares:
-    """Return a function that compares a base with ``state``.
+class RankLoader:
+    """Loads this rank's share of a base, or compares it with the live state.
 
-    With ``strict`` it raises ``MismatchError`` on any difference.
+    Args:
+        request: live state, and what is accepted.
+        node: reads shared with the other ranks of this node; None: this rank reads by itself.
     """
 
-    def compare(
-        base: BaseFound,
-        places: Mapping[int, Place],
-        alive: Callable[[], None],
-        *,
-        partly: bool = False,
-        timelines: Sequence[TimelineRecord] = (),
-    ) -> SkippedState:
-        trained = next((one for one in timelines if one.timeline == base.id.timeline), None)
-        complete = partial(
-            complete_rank_files,
-            ring=ring,
-            trained=trained,
-            timeout_s=timeout_s,
-            progress=silent,
-            alive=alive,
-        )
-        with contextlib.ExitStack() as stack:
-            opened: list[OpenBase] = []
-            for number, place in places.items():
-                opened.append(_open(base, number, place))
-                stack.callback(opened[-1].close)
-                alive()
-            return compare_ranks(opened, state, strict=strict, partly=partly, complete=complete)
+    def __init__(self, request: ResumeRequest, node: NodeReads | None = None) -> None:
+        self._request = request
+        self._node = node
 
-    return compare
-
-
-def loader(
-    state: State,
-    ring: ChunkRing,
-    *,
-    strict: bool,
-    timeout_s: float,
-    on_touch: Callable[[], None],
-) -> LoadWithNode:
-    """Return a function that restores ``state``; with ``node=`` it shares reads with the other
-    ranks of the node."""
+    def reads_alone(self, number: int, manifest: Manifest) -> bool:
+        """Return True if no other rank of this node reads the files of rank ``number``."""
+        return self._node is None or self._node.wants(number, manifest) < 2
 
     def load(
+        self,
         base: BaseFound,
         places: Mapping[int, Place],
         alive: Callable[[], None],
-        node: NodeReads | None = None,
         *,
         partly: bool = False,
         timelines: Sequence[TimelineRecord] = (),
     ) -> LoadedBase:
-        trained = next((one for one in timelines if one.timeline == base.id.timeline), None)
+        """Restore the live state from a base.
+
+        Args:
+            places: location of the files of each rank.
+            alive: called every now and then.
+            partly: the files of the other ranks are missing.
+            timelines: timeline records of the history.
+        """
+        trained = _trained(base, timelines)
+        node = self._node
         if partly or node is None or not node.begin(base, places):
-            return load_from(base, places, alive, trained, None, partly)
+            return self._load(base, places, alive, trained, None, partly=partly)
         try:
-            return load_from(base, places, alive, trained, node)
+            return self._load(base, places, alive, trained, node)
         except DamageError as error:
             if isinstance(error, HoleError):
                 raise
@@ -219,47 +137,86 @@ def loader(
                 "%s: this rank reads it without the other ranks of its node: %s", base.id, error
             )
         finally:
+            # Other ranks of the node wait for cells that this one claimed: end before reading
+            # again.
             node.end()
-        return load_from(base, places, alive, trained, None)
+        return self._load(base, places, alive, trained, None)
 
-    def load_from(
+    def compare(
+        self,
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        *,
+        partly: bool = False,
+        timelines: Sequence[TimelineRecord] = (),
+    ) -> SkippedState:
+        """Return the state of a base that :meth:`load` would leave out; same arguments.
+
+        Raises:
+            MismatchError: in strict mode, on any difference.
+        """
+        with contextlib.ExitStack() as stack:
+            opened: list[OpenBase] = []
+            for number, place in places.items():
+                opened.append(_open(base, number, place))
+                stack.callback(opened[-1].close)
+                alive()
+            return compare_ranks(
+                opened,
+                self._request.state,
+                strict=self._request.strict,
+                partly=partly,
+                complete=self._complete(_trained(base, timelines), silent, alive),
+            )
+
+    def _load(
+        self,
         base: BaseFound,
         places: Mapping[int, Place],
         alive: Callable[[], None],
         trained: TimelineRecord | None,
         node: NodeReads | None,
+        *,
         partly: bool = False,
     ) -> LoadedBase:
-        opened: list[OpenBase] = []
-        try:
+        request = self._request
+        with contextlib.ExitStack() as stack:
+            opened: list[OpenBase] = []
             for number, place in places.items():
                 opened.append(_open(base, number, place))
+                stack.callback(opened[-1].close)
                 if node is not None and not isinstance(place.files, HeldBase):
                     node.share(opened[-1], place)
                 alive()
             tiers = ", ".join(sorted({place.source.tier for place in places.values()}))
             label = f"resume from step {base.id.step} ({tiers})"
-            with progress(label, sum(one.size_bytes for one in opened)) as bar:
-                return load_ranks(
-                    opened,
-                    state,
-                    ring,
-                    strict=strict,
-                    timeout_s=timeout_s,
-                    progress=_ReportedProgress(bar, alive),
-                    on_touch=on_touch,
-                    partly=partly,
-                    complete=partial(
-                        complete_rank_files,
-                        ring=ring,
-                        trained=trained,
-                        timeout_s=timeout_s,
-                        progress=bar,
-                        alive=alive,
-                    ),
-                )
-        finally:
-            for one in opened:
-                one.close()
+            bar = stack.enter_context(progress(label, sum(one.size_bytes for one in opened)))
+            return load_ranks(
+                opened,
+                request.state,
+                request.ring,
+                strict=request.strict,
+                timeout_s=request.timeout_s,
+                progress=_ReportedProgress(bar, alive),
+                on_touch=request.on_touch,
+                partly=partly,
+                complete=self._complete(trained, bar, alive),
+            )
 
-    return load
+    def _complete(
+        self, trained: TimelineRecord | None, bar: ProgressSink, alive: Callable[[], None]
+    ) -> CompleteRank:
+        """Return the function that completes files of a multi-step base from their redo files."""
+        return partial(
+            complete_rank_files,
+            ring=self._request.ring,
+            trained=trained,
+            timeout_s=self._request.timeout_s,
+            progress=bar,
+            alive=alive,
+        )
+
+
+def _trained(base: BaseFound, timelines: Iterable[TimelineRecord]) -> TimelineRecord | None:
+    return next((one for one in timelines if one.timeline == base.id.timeline), None)

@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
-from everstep.commit.log_reach import LogRun, Path, Reach, runs_of, timeline_of
+from everstep.commit.log_reach import LogRun, Reach, runs_of, timeline_of
 from everstep.errors import (
     AuditError,
     DamageError,
@@ -24,7 +24,6 @@ from everstep.errors import (
 )
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
-from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.peer_log import FetchedLog
 from everstep.restore.fetch.sources import Place, RankRead
 from everstep.restore.load.load import LoadedBase
@@ -34,17 +33,18 @@ from everstep.restore.redo.updates import UnknownClassError
 from everstep.restore.reshard.logs import LogsInMemory, ReshardedLogs
 from everstep.restore.start.log_exchange import LogExchange, encode_records
 from everstep.restore.start.rank_loader import read_layout
-from everstep.restore.start.resume import Resumed
-from everstep.restore.start.roll_forward import Loader, replay, replayable
+from everstep.restore.start.report import Resumed
+from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.roll_forward import replay as replay_chain
+from everstep.restore.start.roll_forward import replayable
 from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain, path_of
 from everstep.run.scan import BaseFound, Inventory
 from everstep.run.segments import SegmentFound
-from everstep.seams import FileSystem, Seams
+from everstep.seams import FileSystem
 from everstep.state.layout.entries import shape_digest
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.ranks.log_shares import other_logs_needed
-from everstep.state.training_state import State
 
 __all__ = ["RankLog", "Redone"]
 
@@ -77,47 +77,89 @@ class Redone:
     touched: bool = True
 
 
+class _Replay:
+    """One replay on a base that the ranks have chosen.
+
+    Attributes:
+        records: timeline records, by number.
+        steps: timeline and step of each step to replay, in order.
+        restored: state restored so far.
+        skipped: steps that cannot be replayed, with the reason.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        run: PurePath,
+        loaded: LoadedBase,
+        together: bool,
+        exchange: LogExchange,
+    ) -> None:
+        assert choice.base is not None
+        assert choice.reach is not None
+        self.choice = choice
+        self.base = choice.base
+        self.reach = choice.reach
+        self.together = together
+        self.exchange = exchange
+        self.records = {record.timeline: record for record in choice.timelines}
+        self.path = path_of(self.reach.timeline, self.records)
+        self.steps = _steps_of(self.reach, choice.timelines)
+        self.skipped: list[Skipped] = []
+        found = BaseFound(self.base, run, "committed", choice.manifest, None, ())
+        self.restored = Restored(found, loaded, self.base, loaded.marker.lsn)
+        self._notes_before = len(loaded.notes)
+
+    def result(self, failed: EverstepError | None) -> Redone:
+        """Return the result, given the error if a step failed."""
+        restored = self.restored
+        reach = self.reach
+        noted = () if restored.loaded is None else restored.loaded.notes[self._notes_before :]
+        redone = Redone(
+            inexact=restored.inexact,
+            skipped=(*self.skipped, *restored.skipped),
+            notes=tuple(dict.fromkeys(noted)),
+        )
+        if failed is None and restored.end == reach.end and restored.lsn == reach.lsn:
+            return redone
+        timeline, step = self.steps[min(restored.replayed, reach.count - 1)]
+        if failed is not None:
+            why = f"the log cannot be replayed: {failed.message}"
+            redone = replace(redone, skipped=(*redone.skipped, Skipped(timeline, step, why)))
+        return replace(
+            redone,
+            unusable=(timeline, step),
+            # Of steps replayed in one pass, any may be the one that failed.
+            sure=failed is None or not self.together or reach.count == 1,
+            touched=failed is not None or restored.replayed > 0,
+        )
+
+
 class RankLog:
     """The log of this rank.
 
     Args:
-        state: state being restored.
-        records: records in the memory of its keeper.
         left: records of other ranks in the memory of keepers on this machine.
-        strict: raise if a needed function is not registered.
 
     Attributes:
         lent: more records, from the memory of other nodes.
     """
 
-    def __init__(
-        self,
-        seams: Seams,
-        run: PurePath,
-        state: State,
-        ring: ChunkRing,
-        records: Sequence[LogRecord],
-        *,
-        strict: bool,
-        timeout_s: float,
-        left: LogsInMemory | None = None,
-    ) -> None:
-        self._seams = seams
-        self._run = run
-        self._records = records
-        self._rank = state.ranks.rank
-        self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
+    def __init__(self, request: ResumeRequest, left: LogsInMemory) -> None:
+        self._request = request
+        self._filesystem = request.seams.filesystem
+        self._records = request.recalled.records
+        self._rank = request.state.ranks.rank
         self._log = LogFound((), ())
+        # The same records for other ranks: their requests arrive while this rank replays its own.
         self._served = self._log.clone()
-        left = left or LogsInMemory({})
-        memory = LogsInMemory({**left.records, self._rank: records}, left.held)
         self._resharded = ReshardedLogs(
-            seams.filesystem,
+            self._filesystem,
             self._rank,
-            state.ranks.world,
-            memory,
-            ring,
-            timeout_s=timeout_s,
+            request.state.ranks.world,
+            LogsInMemory({**left.records, self._rank: self._records}, left.held),
+            request.ring,
+            timeout_s=request.timeout_s,
         )
         self._doubt = ""
         self.lent: Sequence[FetchedLog] = ()
@@ -145,7 +187,7 @@ class RankLog:
         """
         lent = [record for log in self.lent if log.is_of(inventory) for record in log.records]
         self._log = LogFound.of(
-            self._seams.filesystem,
+            self._filesystem,
             inventory,
             self._records,
             rank=self._rank,
@@ -187,7 +229,7 @@ class RankLog:
         self, loaded: LoadedBase, base: BaseFound, places: Mapping[int, Place]
     ) -> LoadedBase:
         """Add the saved layout to a base that was saved in another layout."""
-        optimizers = self._loader.state.optimizers
+        optimizers = self._request.state.optimizers
         return replace(loaded, layout=read_layout(base, places, optimizers))
 
     def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
@@ -229,130 +271,75 @@ class RankLog:
             DeadlineError, RecoveryError: another rank does not respond, or has failed.
             MismatchError: in strict mode, this program lacks a function or class that steps need.
         """
-        reach = choice.reach
-        base = choice.base
-        assert reach is not None
-        assert base is not None
-        clock = self._seams.clock
-        start_s = clock.monotonic_s()
-        records = {record.timeline: record for record in choice.timelines}
-        path = path_of(reach.timeline, records)
-        found = BaseFound(base, self._run, "committed", choice.manifest, None, ())
-        restored = Restored(found, loaded, base, loaded.marker.lsn)
-        if not choice.readers:
+        start_s = self._request.seams.clock.monotonic_s()
+        replay = _Replay(choice, self._request.run, loaded, together, exchange)
+        restored = replay.restored
+        if choice.readers:
+            failed = self._replay_resharded(replay)
+        else:
             restored.loaded = self._with_shape(loaded)
-            if self._is_other_layout(
-                restored.loaded, timeline_of(base.step + 1, path), base.step + 1
-            ):
+            if self._is_other_layout(restored.loaded, *replay.steps[0]):
                 return Redone(relaid=True, touched=False)
-        skipped: list[Skipped] = []
-        redo = self._replay_resharded if choice.readers else self._replay_own
-        failed = redo(choice, reach, path, restored, skipped, records, together, exchange)
-        if isinstance(failed, UnknownClassError) and self._loader.strict:
+            failed = self._replay_own(replay)
+        if isinstance(failed, UnknownClassError) and self._request.strict:
             assert restored.end is not None
-            raise failed.refused(restored.end.step, self._run) from failed
-        if isinstance(
-            failed, AuditError
-        ):  # samples do not show at which earlier step it went wrong
+            raise failed.refused(restored.end.step, self._request.run) from failed
+        if isinstance(failed, AuditError):
+            # Samples do not show at which earlier step it went wrong.
             self._doubt = f"step {failed.step} differs from training, and perhaps steps before it"
-        noted = () if restored.loaded is None else restored.loaded.notes[len(loaded.notes) :]
-        notes = tuple(dict.fromkeys(noted))
-        inexact = restored.inexact or self._doubt
-        skipped = [*skipped, *restored.skipped]
-        replay_s = clock.monotonic_s() - start_s
-        touched = failed is not None or restored.replayed > 0
-        there = restored.end == reach.end and restored.lsn == reach.lsn
-        if failed is None and there:
-            return Redone(inexact=inexact, skipped=tuple(skipped), notes=notes, replay_s=replay_s)
-        step = base.step + 1 + min(restored.replayed, reach.count - 1)
-        timeline = timeline_of(step, path) or reach.timeline
-        if failed is not None:
-            why = f"the log cannot be replayed: {failed.message}"
-            skipped.append(Skipped(timeline, step, why))
-        sure = failed is None or not together or reach.count == 1
-        return Redone(
-            unusable=(timeline, step),
-            sure=sure,
-            inexact=inexact,
-            skipped=tuple(skipped),
-            notes=notes,
-            replay_s=replay_s,
-            touched=touched,
-        )
+        redone = replay.result(failed)
+        replay_s = self._request.seams.clock.monotonic_s() - start_s
+        return replace(redone, inexact=redone.inexact or self._doubt, replay_s=replay_s)
 
-    def _replay_own(
-        self,
-        choice: Choice,
-        reach: Reach,
-        path: Path,
-        restored: Restored,
-        skipped: list[Skipped],
-        records: Mapping[int, TimelineRecord],
-        together: bool,
-        exchange: LogExchange,
-    ) -> EverstepError | None:
+    def _replay_own(self, replay: _Replay) -> EverstepError | None:
         """Replay this rank's own log; return the error if a step failed."""
-        found = restored.base
-        base = choice.base
+        restored = replay.restored
         loaded = restored.loaded
-        assert found is not None
-        assert base is not None
+        assert restored.base is not None
         assert loaded is not None
-        full_chain = self._log.index.follow(base, loaded.marker.lsn, None, path)
-        chain = replace(full_chain, steps=full_chain.steps[: reach.count])
-        chain = replayable(found, chain, self._loader, self._log, skipped)
-        for slice_ in self._with_shares(chain, restored, exchange):
+        full_chain = self._log.index.follow(replay.base, loaded.marker.lsn, None, replay.path)
+        chain = replace(full_chain, steps=full_chain.steps[: replay.reach.count])
+        chain = replayable(restored.base, chain, self._request, self._log, replay.skipped)
+        for slice_ in self._with_shares(chain, restored, replay.exchange):
             try:
-                replay(
+                replay_chain(
                     restored,
                     slice_,
-                    self._loader,
+                    self._request,
                     self._log,
-                    records,
-                    together,
-                    alive=exchange.serve,
+                    replay.records,
+                    replay.together,
+                    alive=replay.exchange.serve,
                 )
             except EverstepError as error:
                 return error
         return None
 
-    def _replay_resharded(
-        self,
-        choice: Choice,
-        reach: Reach,
-        path: Path,
-        restored: Restored,
-        skipped: list[Skipped],
-        records: Mapping[int, TimelineRecord],
-        together: bool,
-        exchange: LogExchange,
-    ) -> EverstepError | None:
+    def _replay_resharded(self, replay: _Replay) -> EverstepError | None:
         """Replay the logs of another layout; return the error if a step failed."""
         # Imported here since most jobs start with as many ranks as before.
         from everstep.restore.reshard.replay import replay_resharded
 
-        steps = _steps_of(reach, records.values())
-
         def fetch(ranks: Sequence[int], timeline: int, step: int) -> dict[int, list[LogRecord]]:
             readers = {
                 one.source: one.rank
-                for one in choice.readers
+                for one in replay.choice.readers
                 if one.timeline == timeline and one.first <= step <= one.last
             }
             mine = {rank for rank in ranks if readers[rank] == self._rank}
             far = {rank: readers[rank] for rank in ranks if rank not in mine}
-            there = exchange.fetch(far, timeline, step) if far else {}
+            there = replay.exchange.fetch(far, timeline, step) if far else {}
             return there | {rank: self._resharded_records(rank, timeline, step) for rank in mine}
 
         try:
             replay_resharded(
-                restored,
-                steps,
-                self._loader.state,
+                replay.restored,
+                replay.steps,
+                self._request.state,
                 fetch,
-                records,
-                together=together,
-                alive=exchange.serve,
+                replay.records,
+                together=replay.together,
+                alive=replay.exchange.serve,
             )
         except (DeadlineError, RecoveryError):
             raise
@@ -377,12 +364,12 @@ class RankLog:
         self._served.close()
         self._resharded.close()
 
-    def part(self, rank: int, timeline: int, step: int) -> bytes:
+    def encoded(self, rank: int, timeline: int, step: int) -> bytes:
         """Return the encoded records of a step for another rank; b"" if they cannot be read here.
 
         These are the updates, and also the mark if they belong to a log of another layout.
         """
-        loader = self._loader
+        request = self._request
         try:
             if self._resharded.has(rank, timeline):
                 with contextlib.suppress(LookupError):
@@ -390,7 +377,7 @@ class RankLog:
             if rank != self._rank:
                 raise LookupError(f"rank {rank} reads its own log")
             records = self._served.records_of(
-                timeline, step, loader.seams.filesystem, loader.ring, loader.timeout_s
+                timeline, step, self._filesystem, request.ring, request.timeout_s
             )
             return encode_records(records)
         except (EverstepError, LookupError) as error:
@@ -405,7 +392,7 @@ class RankLog:
         If each rank recorded a share of common updates, a slice is as long as memory for the shares
         allows (``docs/design/ranks.md``).
         """
-        ranks = other_logs_needed(self._loader.state)
+        ranks = other_logs_needed(self._request.state)
         if not ranks:
             yield from (chain,) if chain.steps else ()
             return
@@ -435,10 +422,10 @@ class RankLog:
         if unusable is not None:
             restored.skipped.append(unusable)
 
-    def _is_other_layout(self, loaded: LoadedBase, timeline: int | None, step: int) -> bool:
+    def _is_other_layout(self, loaded: LoadedBase, timeline: int, step: int) -> bool:
         """Return True if the first step after a base belongs to another layout than this rank
         has now."""
-        if timeline is None or loaded.marker.world == 1 or loaded.mismatches:
+        if loaded.marker.world == 1 or loaded.mismatches:
             return False
         mark = self._log.index.marks.get((timeline, step))
         return mark is not None and mark.shape != loaded.shape
@@ -449,7 +436,7 @@ class RankLog:
         The files of a rank's base contain other tensors than its log, so the digest is computed
         from the live state.
         """
-        state = self._loader.state
+        state = self._request.state
         shape = state.survey().shape
         groups = {}
         for key in state.optimizers:

@@ -1,17 +1,86 @@
-"""Result of a resume, as the user gets it."""
+"""Result of a resume: as the training process needs it, and as the user gets it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everstep.commit.lineage import BaseId
+from everstep.format.records import AuditRecord
 from everstep.restore.fetch.sources import RankBack, RankRead
-from everstep.restore.start.resume import Resumed
+from everstep.restore.load.load import LoadedBase
 from everstep.run.audits import describe_audit
 from everstep.run.candidates import Skipped
 
-__all__ = ["Recovery", "describe", "evidence"]
+__all__ = ["Recovery", "Resumed", "describe", "evidence"]
 
 NO_DATA = "not in the state"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A restored (or fresh) state, and the timeline opened for it.
+
+    Attributes:
+        timeline: number of the timeline.
+        base: base that was restored; None on a fresh start.
+        loaded: result of loading it.
+        source: ``"memory"``, ``"disk"``, or ``"fresh"``.
+        exact: True if the base is exact by lineage, and nothing was left out.
+        skipped: bases and steps that were skipped.
+        problems: in words, damaged records and other remarks.
+        step, lsn: step and LSN of the state.
+        replayed: number of steps replayed.
+        inexact: why the state is not exact; "" if it is.
+        audit: audit that the state rests on (see :func:`.audits.audit_of`).
+        load_s, replay_s: seconds spent loading the base and replaying the log.
+        forks: steps at which earlier processes took the run over.
+        reads: of several ranks: bytes that each has read, and their source.
+        ranks: of several ranks: result of each.
+        own_exact: of several ranks: this one's share is exact.
+        lent: number of replayed steps from the memory of other nodes.
+        by_offsets: the log of another layout was replayed.
+    """
+
+    timeline: int
+    base: BaseId | None
+    loaded: LoadedBase | None
+    source: str
+    exact: bool
+    skipped: tuple[Skipped, ...]
+    problems: tuple[str, ...]
+    step: int = 0
+    lsn: int = 0
+    replayed: int = 0
+    inexact: str = ""
+    audit: AuditRecord | None = None
+    load_s: float = 0.0
+    replay_s: float = 0.0
+    forks: tuple[int, ...] = ()
+    reads: tuple[RankRead, ...] = ()
+    ranks: tuple[RankBack, ...] = ()
+    own_exact: bool = True
+    lent: int = 0
+    by_offsets: bool = False
+
+    @property
+    def descends_from(self) -> str:
+        """Why bases that descend from this state are not exact; "" if they are."""
+        if self.exact:
+            return ""
+        return (self.loaded is not None and self.loaded.marker.inexact) or self.inexact
+
+    def led_from(self, world: int) -> int | None:
+        """Return the step of the base that the log of ``world`` ranks continues; None if there is
+        none.
+
+        A log continues no base of another number of ranks, nor the log of another layout
+        (``docs/design/ranks.md``).
+        """
+        if self.base is None or self.loaded is None or self.by_offsets:
+            return None
+        if self.loaded.marker.world != world:
+            return None
+        return self.base.step
 
 
 @dataclass(frozen=True, slots=True)

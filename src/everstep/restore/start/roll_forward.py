@@ -1,4 +1,4 @@
-"""Load a base and replay the log on it.
+"""Choose a base, load it, and replay the log on it.
 
 A failing update leaves the state in a mixture of steps. Then the base is loaded again, and the
 log is replayed up to the step before. A resume always ends in the state of one step, or raises.
@@ -7,9 +7,11 @@ log is replayed up to the step before. A resume always ends in the state of one 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
@@ -18,118 +20,107 @@ from everstep.errors import (
     EverstepError,
     FormatError,
     MismatchError,
+    NewerFormatError,
     ReplayError,
 )
 from everstep.format.log import NOT_EXACT
+from everstep.format.names import MANIFEST
 from everstep.format.records import TimelineRecord
-from everstep.format.writer import ChunkRing
+from everstep.restore.fetch.copies import switch_to_copy
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.load.load import LoadedBase, load_base, load_ranks
+from everstep.restore.load.load import LoadedBase, load_base
 from everstep.restore.load.restored import OTHER_STATE, Restored
 from everstep.restore.log.log_found import LogFound
+from everstep.restore.log.reach import nothing_restorable, reachable
 from everstep.restore.redo.updates import UnknownClassError
-from everstep.run.candidates import Skipped
+from everstep.restore.start.missing_sections import missing_sections
+from everstep.restore.start.request import ResumeRequest
+from everstep.run.candidates import Skipped, candidates
 from everstep.run.chain import Chain
 from everstep.run.open_base import OpenBase
 from everstep.run.prefetch import Prefetch
-from everstep.run.scan import BaseFound, Inventory
-from everstep.seams import Seams
+from everstep.run.scan import BaseFound, Inventory, scan_base, scan_run
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import progress
 from everstep.seams.stderr import print_line
-from everstep.state.training_state import State
+from everstep.tiers.durable_files import write_durably
 
-__all__ = ["Loader", "replay", "replayable", "roll_forward"]
+if TYPE_CHECKING:
+    from everstep.restore.redo.driver import ReplayDriver
+
+__all__ = [
+    "ChoiceGoneError",
+    "Loader",
+    "OneRankChoice",
+    "base_is_there",
+    "replay",
+    "replayable",
+]
 
 
-@dataclass(slots=True)
 class Loader:
     """Loads a base into the live state, from memory if possible.
 
-    Attributes:
-        seams: file system and clock.
+    Args:
         held: base in the memory of the keeper.
-        strict: refuse bases that do not match the live state completely.
-        on_touch: called before live state is overwritten.
+
+    Attributes:
+        request: live state, and what is accepted.
         source: source of the base loaded last.
         inexact: why that one is not exact, apart from its lineage; "" if it is.
     """
 
-    seams: Seams
-    state: State
-    ring: ChunkRing
-    held: HeldBase | None
-    strict: bool
-    timeout_s: float
-    on_touch: Callable[[], None]
-    source: str = "disk"
-    inexact: str = ""
+    def __init__(self, request: ResumeRequest, held: HeldBase | None) -> None:
+        self.request = request
+        self.source = "disk"
+        self.inexact = ""
+        self._held = held
 
     def load(self, inventory: Inventory, base: BaseFound, *, strict: bool = False) -> LoadedBase:
         """Load ``base``.
 
         Args:
-            strict: refuse any mismatch of this base, regardless of :attr:`strict`.
+            strict: refuse any mismatch of this base, whatever was requested.
 
         Raises:
             DamageError, FormatError, MismatchError, RecoveryError, OSError
         """
         assert base.manifest is not None
         marker = base.manifest.markers[0]
+        # Copied in by hand, its digests are right, but it is of another training.
         if marker.run != inventory.run:
             raise FormatError(f"{base.path} belongs to another run", path=base.path)
-        strict = self.strict or strict
-        if marker.world != 1:
-            return self._load_ranks(base, strict)
-        held = self.held
+        strict = self.request.strict or strict
         trained = inventory.timelines.get(marker.timeline)
+        held = self._held
         if held is not None and held.marker == marker:
             self.source = "memory"
             try:
                 return self._load(base, held.open(), trained, strict)
             except (DamageError, FormatError):
+                # The same base is on disk, unless only memory has it.
                 if not held.durable:
                     raise
         self.source = "disk"
-        opened = OpenBase.open(self.seams.filesystem, base, rank=0)
+        opened = OpenBase.open(self.request.seams.filesystem, base, rank=0)
         return self._load(base, opened, trained, strict)
-
-    def _load_ranks(self, base: BaseFound, strict: bool) -> LoadedBase:
-        """Load a base that several ranks saved, in a job of one rank."""
-        assert base.manifest is not None
-        self.source = "disk"
-        self.inexact = ""
-        with contextlib.ExitStack() as stack:
-            ranks: list[OpenBase] = []
-            for marker in base.manifest.markers:
-                ranks.append(OpenBase.open(self.seams.filesystem, base, marker.rank))
-                stack.callback(ranks[-1].close)
-            size_bytes = sum(one.size_bytes for one in ranks)
-            bar = stack.enter_context(progress(f"resume from step {base.id.step}", size_bytes))
-            return load_ranks(
-                ranks,
-                self.state,
-                self.ring,
-                strict=strict,
-                timeout_s=self.timeout_s,
-                progress=bar,
-                on_touch=self.on_touch,
-            )
 
     def _load(
         self, base: BaseFound, opened: OpenBase, trained: TimelineRecord | None, strict: bool
     ) -> LoadedBase:
+        request = self.request
         self.inexact = ""
         try:
             label = f"resume from step {base.id.step} ({self.source})"
             with progress(label, opened.size_bytes) as bar:
                 loaded = load_base(
                     opened,
-                    self.state,
-                    self.ring,
+                    request.state,
+                    request.ring,
                     strict=strict,
-                    timeout_s=self.timeout_s,
+                    timeout_s=request.timeout_s,
                     progress=bar,
-                    on_touch=self.on_touch,
+                    on_touch=request.on_touch,
                 )
                 if opened.redo is not None:
                     # Imported here since most bases have no redo file.
@@ -138,10 +129,10 @@ class Loader:
                     loaded, self.inexact = complete_live_base(
                         opened,
                         loaded,
-                        self.state,
-                        self.ring,
+                        request.state,
+                        request.ring,
                         trained,
-                        timeout_s=self.timeout_s,
+                        timeout_s=request.timeout_s,
                         progress=bar,
                     )
                 return loaded
@@ -149,84 +140,228 @@ class Loader:
             opened.close()
 
 
-def roll_forward(
-    inventory: Inventory,
-    base: BaseFound,
-    chain: Chain,
-    loader: Loader,
-    log: LogFound,
-    *,
-    whole: bool,
-) -> Restored:
-    """Load ``base`` and replay ``chain`` on it, as far as possible.
+class ChoiceGoneError(Exception):
+    """The chosen base was deleted, or a newer one was committed: choose again."""
 
-    Args:
-        whole: accept only the end of the chain.
 
-    Raises:
-        DamageError, FormatError, MismatchError, RecoveryError, OSError: of the base.
-        MismatchError: in strict mode, the class of an optimizer is unknown here.
-        ReplayError: with ``whole``, a step cannot be replayed. If the reason is another composition
-            of the state, nothing was modified.
-    """
-    clock = loader.seams.clock
-    skipped: list[Skipped] = []
-    doubt = ""
-    # First all steps in few passes. If that fails, step by step to find the failing step, then the
-    # steps before it again in few passes.
-    for together in (True, False, True):
+class OneRankChoice:
+    """Bases that lead to the requested step, and the results of trying them, best first."""
+
+    def __init__(self, loader: Loader, inventory: Inventory, log: LogFound) -> None:
+        self._request = loader.request
+        self._filesystem = loader.request.seams.filesystem
+        self._step = loader.request.step
+        self._loader = loader
+        self._inventory = inventory
+        self._log = log
+        self._reachable = reachable(inventory, log.index, step=self._step)
+        self._remaining = list(reversed(self._reachable.ordered))
+        self._skipped = [*self._reachable.candidates.skipped, *log.skipped]
+        self._incomplete = dict[BaseId, str]()  # bases that lack sections, which are tried last
+        self._other_state = False
+
+    def restore(self) -> Restored | None:
+        """Restore the first base that can be used, and replay the log on it; None if several ranks
+        saved it.
+
+        Raises:
+            RecoveryError, MismatchError
+        """
+        if not self._request.strict:
+            tried = [base for base, _ in self._reachable.ordered]
+            self._incomplete = self._lacking(tried)
+            self._remaining.sort(key=lambda way: way[0].id not in self._incomplete)
+        while self._remaining:
+            base, whole = self._remaining.pop()
+            if base.manifest is not None and base.manifest.markers[0].world > 1:
+                return None  # newer bases of one rank are damaged
+            chain = replayable(base, whole, self._request, self._log, self._skipped)
+            if self._step is not None and chain.end[1] != self._step:
+                continue
+            restored = self._try(base, whole, chain)
+            if restored is None:
+                continue
+            # After it was loaded, since a base that cannot be read must not be committed.
+            self._commit(base)
+            self._skipped += restored.skipped
+            assert restored.end is not None
+            if self._step is not None and restored.end.step != self._step:
+                continue  # the log is damaged; another base may need less of it
+            return self._finished(restored, base, whole, chain)
+        return self._nothing()
+
+    def _try(self, base: BaseFound, whole: Chain, chain: Chain) -> Restored | None:
+        """Restore a base; return None if it cannot be used."""
+        at = base.id
         try:
-            restored = _load(inventory, base, loader, strict=whole and bool(chain.steps))
-        except MismatchError as error:
-            if loader.strict:
+            return self._roll_forward(base, chain)
+        except NewerFormatError:
+            raise
+        except MismatchError:
+            older = [other for other, _ in reversed(self._remaining)]
+            found = self._lacking([base, *older])
+            if at not in found:
                 raise
-            first, problem = error.mismatches[0]
-            raise ReplayError(f"{OTHER_STATE} ({first}: {problem})", step=base.id.step) from error
-        restored.skipped += skipped
-        start_s = clock.monotonic_s()
-        try:
-            if chain.steps:
-                replay(restored, chain, loader, log, inventory.timelines, together)
+            self._incomplete[at] = found[at]
+        except (DamageError, FormatError, ReplayError) as error:
+            self._skipped.append(Skipped(at.timeline, at.step, error.message))
+            if isinstance(error.__cause__, MismatchError):
+                self._other_state = True
+            if not isinstance(error, ReplayError):
+                self._try_copy(base, whole)
+        except OSError as error:
+            deleted = isinstance(error, FileNotFoundError)
+            if deleted and not base_is_there(self._filesystem, self._inventory.path, at):
+                raise ChoiceGoneError from error
+            reason = f"{error.filename or base.path}: {error.strerror or error}"
+            self._skipped.append(Skipped(at.timeline, at.step, reason))
+            self._try_copy(base, whole)
+        return None
+
+    def _roll_forward(self, base: BaseFound, chain: Chain) -> Restored:
+        """Load ``base`` and replay ``chain`` on it, as far as possible.
+
+        Raises:
+            DamageError, FormatError, MismatchError, RecoveryError, OSError: of the base.
+            MismatchError: in strict mode, the class of an optimizer is unknown here.
+            ReplayError: a step was requested, and one before it cannot be replayed. If the reason
+                is another composition of the state, nothing was modified.
+        """
+        clock = self._request.seams.clock
+        run = self._inventory.path
+        skipped: list[Skipped] = []
+        doubt = ""
+        # First all steps in few passes. If that fails, step by step to find the failing step, then
+        # the steps before it again in few passes.
+        for together in (True, False, True):
+            restored = self._load(base, strict=self._step is not None and bool(chain.steps))
+            restored.skipped += skipped
+            start_s = clock.monotonic_s()
+            try:
+                if chain.steps:
+                    timelines = self._inventory.timelines
+                    replay(restored, chain, self._request, self._log, timelines, together)
+            except EverstepError as error:
+                self._refuse(error, restored, base)
+                if together and len(chain.steps) > 1 and not skipped:
+                    continue  # replay step by step to find the failing step
+                if isinstance(error, AuditError):
+                    # Samples do not show at which earlier step it went wrong.
+                    doubt = f"step {error.step} differs from training, and perhaps steps before it"
+                timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
+                why = f"the log cannot be replayed: {error.message}"
+                skipped.append(Skipped(timeline, at, why))
+                print_line(f"everstep: {run}: step {at}: {why}")
+                steps = () if together else chain.steps[: restored.replayed]
+                chain = replace(chain, steps=steps)
+                continue
             restored.replay_s = clock.monotonic_s() - start_s
             restored.inexact = restored.inexact or (doubt if restored.replayed else "")
             return restored
-        except EverstepError as error:
-            if isinstance(error, UnknownClassError) and loader.strict:
-                assert restored.end is not None
-                raise error.refused(restored.end.step, base.path) from error
-            if whole:
-                why = f"the log after it cannot be replayed: {error.message}"
-                raise ReplayError(why, step=error.step, hint=error.hint) from error
-            if together and len(chain.steps) > 1 and not skipped:
-                continue  # replay step by step to find the failing step
-            if isinstance(
-                error, AuditError
-            ):  # samples do not show at which earlier step it went wrong
-                doubt = f"step {error.step} differs from training, and perhaps steps before it"
-            timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
-            why = f"the log cannot be replayed: {error.message}"
-            skipped.append(Skipped(timeline, at, why))
-            print_line(f"everstep: {inventory.path}: step {at}: {why}")
-            steps = () if together else chain.steps[: restored.replayed]
-            chain = replace(chain, steps=steps)
-    restored = _load(inventory, base, loader)
-    restored.skipped += skipped
-    return restored
+        restored = self._load(base, strict=False)
+        restored.skipped += skipped
+        return restored
+
+    def _load(self, base: BaseFound, *, strict: bool) -> Restored:
+        """Load a base.
+
+        Args:
+            strict: refuse any mismatch, since a log is to be replayed on the state.
+        """
+        clock = self._request.seams.clock
+        start_s = clock.monotonic_s()
+        try:
+            loaded = self._loader.load(self._inventory, base, strict=strict)
+        except MismatchError as error:
+            if self._request.strict:
+                raise
+            first, problem = error.mismatches[0]
+            raise ReplayError(f"{OTHER_STATE} ({first}: {problem})", step=base.id.step) from error
+        load_s = clock.monotonic_s() - start_s
+        lsn = loaded.marker.lsn
+        return Restored(base, loaded, base.id, lsn, inexact=self._loader.inexact, load_s=load_s)
+
+    def _refuse(self, error: EverstepError, restored: Restored, base: BaseFound) -> None:
+        """Raise the error for a step that cannot be replayed, unless an earlier one is accepted."""
+        if isinstance(error, UnknownClassError) and self._request.strict:
+            assert restored.end is not None
+            raise error.refused(restored.end.step, base.path) from error
+        if self._step is not None:
+            why = f"the log after it cannot be replayed: {error.message}"
+            raise ReplayError(why, step=error.step, hint=error.hint) from error
+
+    def _try_copy(self, base: BaseFound, whole: Chain) -> None:
+        """Try the base again, if there is a copy of it in another tier."""
+        if switch_to_copy(self._filesystem, base.path):
+            self._remaining.append((base, whole))
+
+    def _lacking(self, bases: Sequence[BaseFound]) -> dict[BaseId, str]:
+        return missing_sections(self._filesystem, bases, self._request.state.providers)
+
+    def _commit(self, base: BaseFound) -> None:
+        """Write the manifest of a base whose writer died between the last marker and the manifest.
+
+        All markers are durable, so the base exists.
+        """
+        if base.status == "complete":
+            assert base.manifest is not None
+            with contextlib.suppress(IsADirectoryError):  # a directory of that name is left alone
+                write_durably(self._filesystem, base.path / MANIFEST, base.manifest.encode())
+
+    def _finished(
+        self, restored: Restored, base: BaseFound, whole: Chain, chain: Chain
+    ) -> Restored:
+        """Add the reasons why newer steps were not restored."""
+        skipped = self._skipped
+        assert restored.end is not None
+        if whole.end[1] > restored.end.step:
+            at = restored.end.step + 1
+            reasons = [one.reason for one in skipped if one.step == at]
+            why = reasons[-1] if reasons else f"step {at} could not be replayed"
+            restored.unreplayed = BaseId(*whole.end), why
+        if chain.lost is not None:
+            timeline, end = chain.end
+            why = f"log: {chain.stopped}; its records up to step {chain.lost} are unusable"
+            skipped.append(Skipped(timeline, end + 1, why))
+        restored.skipped = [*skipped, *_skipped(self._incomplete)]
+        if self._incomplete and base.id not in self._incomplete:
+            restored.passed_over = self._incomplete[max(self._incomplete)]
+        return restored
+
+    def _nothing(self) -> Restored:
+        """Return a fresh start, if it discards nothing.
+
+        Raises:
+            RecoveryError: it would.
+        """
+        self._skipped += _skipped(self._incomplete)
+        chosen = self._reachable
+        refused = nothing_restorable(
+            self._inventory, chosen, self._skipped, step=self._step, apart=self._other_state
+        )
+        if refused is None:
+            return Restored(skipped=self._skipped)
+        nobody = not chosen.ordered and not chosen.candidates.damaged
+        # The scan may have fallen between a commit and a deletion of an older process: scan again.
+        if nobody and candidates(scan_run(self._filesystem, self._inventory.path)).ordered:
+            raise ChoiceGoneError
+        raise refused
 
 
-def _load(
-    inventory: Inventory, base: BaseFound, loader: Loader, *, strict: bool = False
-) -> Restored:
-    start_s = loader.seams.clock.monotonic_s()
-    loaded = loader.load(inventory, base, strict=strict)
-    load_s = loader.seams.clock.monotonic_s() - start_s
-    lsn = loaded.marker.lsn
-    inexact = loader.inexact
-    return Restored(base, loaded, base.id, lsn, inexact=inexact, load_s=load_s)
+def _skipped(bases: Mapping[BaseId, str]) -> list[Skipped]:
+    return [Skipped(base.timeline, base.step, why) for base, why in bases.items()]
+
+
+def base_is_there(filesystem: FileSystem, run: PurePath, base: BaseId) -> bool:
+    """Return True if a base still exists, and can be used."""
+    try:
+        return scan_base(filesystem, run, base).is_usable
+    except FileNotFoundError:
+        return False
 
 
 def replayable(
-    base: BaseFound, chain: Chain, loader: Loader, log: LogFound, skipped: list[Skipped]
+    base: BaseFound, chain: Chain, request: ResumeRequest, log: LogFound, skipped: list[Skipped]
 ) -> Chain:
     """Return the beginning of a chain that needs no function that this program has not registered
     (I8).
@@ -235,7 +370,7 @@ def replayable(
         MismatchError: in strict mode, if that is not the entire chain.
     """
     assert base.manifest is not None
-    functions = loader.state.ownership_rules.updates
+    functions = request.state.ownership_rules.updates
     beyond = log.index.first_unregistered(chain, base.manifest.markers[0].lsn, functions)
     if beyond is None:
         return chain
@@ -243,7 +378,7 @@ def replayable(
     cut = replace(chain, steps=chain.steps[:place])
     timeline, step = chain.steps[place]
     why = f"the log needs a function that updates {pattern!r}, but none is registered"
-    if loader.strict:
+    if request.strict:
         raise MismatchError(
             f"from step {step} on {why}",
             mismatches=((pattern, "a declared update without a registered function"),),
@@ -259,7 +394,7 @@ def replayable(
 def replay(
     restored: Restored,
     chain: Chain,
-    loader: Loader,
+    request: ResumeRequest,
     log: LogFound,
     timelines: Mapping[int, TimelineRecord | None],
     together: bool,
@@ -279,31 +414,58 @@ def replay(
     """
     # Imported here since most runs have no log.
     from everstep.restore.redo.conditions import fingerprint_difference
-    from everstep.restore.redo.driver import STEPS_AT_ONCE, ReplayDriver, verified_steps
+    from everstep.restore.redo.driver import ReplayDriver
     from everstep.restore.redo.live import LiveMemory
 
     loaded = restored.loaded
     assert loaded is not None
-    shape = log.index.marks[chain.steps[0]].shape
-    if loaded.shape != shape or loaded.mismatches:
-        timeline, at = chain.steps[0]
-        which = "".join(f" ({name}: {problem})" for name, problem in loaded.mismatches[:1])
-        restored.skipped.append(Skipped(timeline, at, f"{OTHER_STATE}{which}"))
-        return
-    if loaded.tied:
-        why = f"the log after it cannot be replayed: {loaded.tied[0]}"
+    if why := _why_not_replayed(loaded, log.index.marks[chain.steps[0]].shape):
         restored.skipped.append(Skipped(*chain.steps[0], why))
         return
     redo = ReplayDriver(
-        LiveMemory(loader.state, loaded.restrided, loaded.aliases, loaded.names),
+        LiveMemory(request.state, loaded.restrided, loaded.aliases, loaded.names),
         compares=not fingerprint_difference(timelines.get(number) for number, _ in chain.steps),
         together=together,
     )
     before = restored.replayed  # steps of earlier calls
-    files = loader.seams.filesystem
-    wait_s = loader.timeout_s
-    found = log.steps(chain, restored.lsn, files, loader.ring, wait_s)
-    sound = partial(log.verified, filesystem=files, ring=loader.ring, timeout_s=wait_s)
+    _apply(redo, restored, chain, request, log, alive)
+    restored.skipped += log.take_repaired()
+    try:
+        notes = redo.finish()
+    except EverstepError:
+        restored.replayed -= 1  # the last mark does not fit
+        raise
+    trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed - before]]
+    restored.inexact = restored.inexact or fingerprint_difference(trained)
+    restored.inexact = restored.inexact or redo.exactness.why
+    if notes:
+        restored.loaded = replace(loaded, notes=(*loaded.notes, *notes))
+
+
+def _why_not_replayed(loaded: LoadedBase, shape: str) -> str:
+    """Return why a log cannot be replayed on a restored state at all; "" if it can."""
+    if loaded.shape != shape or loaded.mismatches:
+        which = "".join(f" ({name}: {problem})" for name, problem in loaded.mismatches[:1])
+        return f"{OTHER_STATE}{which}"
+    return f"the log after it cannot be replayed: {loaded.tied[0]}" if loaded.tied else ""
+
+
+def _apply(
+    redo: ReplayDriver,
+    restored: Restored,
+    chain: Chain,
+    request: ResumeRequest,
+    log: LogFound,
+    alive: Callable[[], None],
+) -> None:
+    """Apply the steps of a chain while another thread reads and verifies the next ones."""
+    from everstep.restore.redo.driver import STEPS_AT_ONCE, verified_steps
+
+    files = request.seams.filesystem
+    wait_s = request.timeout_s
+    found = log.steps(chain, restored.lsn, files, request.ring, wait_s)
+    sound = partial(log.verified, filesystem=files, ring=request.ring, timeout_s=wait_s)
+    places = iter(chain.steps)
     with (
         contextlib.closing(found),
         progress("replay", len(chain.steps), "items") as bar,
@@ -315,8 +477,8 @@ def replay(
         ) as steps,
     ):
         for step in steps:
+            timeline, at = next(places)
             if isinstance(step, EverstepError):
-                timeline, at = chain.steps[restored.replayed - before]
                 restored.skipped.append(Skipped(timeline, at, f"log: {step.message}"))
                 break
             alive()
@@ -336,14 +498,3 @@ def replay(
             if not at_hand and not steps.ready:
                 redo.idle()
                 steps.set_held_bytes(0)
-    restored.skipped += log.take_repaired()
-    try:
-        notes = redo.finish()
-    except EverstepError:
-        restored.replayed -= 1  # the last mark does not fit
-        raise
-    trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed - before]]
-    restored.inexact = restored.inexact or fingerprint_difference(trained)
-    restored.inexact = restored.inexact or redo.exactness.why
-    if notes:
-        restored.loaded = replace(loaded, notes=(*loaded.notes, *notes))

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 __all__ = [
     "Mailbox",
+    "NoMailbox",
     "ReservedPort",
     "TcpMailbox",
 ]
@@ -60,6 +61,22 @@ class Mailbox(Protocol):
     def close(self) -> None:
         """Close after sending queued messages, or after a short timeout."""
         ...
+
+
+class NoMailbox:
+    """Mailbox of a job with a single rank, which has nobody to exchange messages with."""
+
+    def open(self, session: str, rank: int, peers: Sequence[tuple[str, int]]) -> None: ...
+
+    def send(self, rank: int, message: bytes) -> None: ...
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        return None
+
+    def is_disconnected(self, rank: int) -> bool:
+        return False
+
+    def close(self) -> None: ...
 
 
 _LENGTH_BYTES = 4

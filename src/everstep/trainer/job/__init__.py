@@ -2,12 +2,11 @@
 
 Runs in the training process. Read in this order:
 
-- ``job``: one rank of a job; used by the session.
+- ``job``: one rank of a job, which may be its only one; used by the session.
 - ``run_folder``: opens the run folders of all ranks as the same run.
 - ``start``: one start of all ranks.
 - ``option_check``: checks that all ranks were given the same options.
 - ``peer_nodes``: which node's memory holds whose copies.
 - ``own_parameters``: parameters that DDP does not reduce, and each rank saves by itself.
 - ``copies``: opens places for copies.
-- ``one_rank``: resumes in a single process a run that several ranks have trained.
 """

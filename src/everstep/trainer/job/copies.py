@@ -10,7 +10,7 @@ from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir
 from everstep.format.records import RunRecord
 from everstep.restore.fetch.copies import RunWithCopies
-from everstep.restore.start.resume import Resumed
+from everstep.restore.start.report import Resumed
 from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
 from everstep.seams.machine import resolve_path

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
@@ -18,18 +19,23 @@ import msgpack
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.offers import Choice
 from everstep.config.options import Options
-from everstep.format.writer import ChunkRing
 from everstep.link.job_session import JobSession
-from everstep.restore.fetch.held import KeeperContents
-from everstep.restore.start.rank_loader import loader, make_comparer
+from everstep.restore.fetch.copies import RunWithCopies
+from everstep.restore.fetch.rank_copies import Copies
+from everstep.restore.fetch.start_channel import Meeting
+from everstep.restore.start.rank_loader import needs_on_disk
 from everstep.restore.start.rank_log import RankLog
-from everstep.restore.start.resume import Resumed
+from everstep.restore.start.report import Resumed
+from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.resume_job import resume_all_ranks
+from everstep.run.candidates import refuse_unreachable
 from everstep.run.folder import open_run_folder
+from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.network.group import Group, group_of_job, store_survives_restarts
+from everstep.seams.network.mailbox import NoMailbox
 from everstep.state.ranks.ddp import RankLocalParameters
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
-from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.orphaned_keepers import orphaned_logs
 from everstep.trainer.job.option_check import (
@@ -47,13 +53,11 @@ from everstep.trainer.job.run_folder import SharedRun, open_shared_run
 from everstep.trainer.job.start import (
     JobStart,
     KeeperOfRank,
-    RankSide,
-    Restorer,
     StartResult,
     reporting_failure,
 )
 
-__all__ = ["Job", "join_job", "prepare_run"]
+__all__ = ["Job", "join_job", "prepare_run", "resume_as_job_of_one"]
 
 _log = logging.getLogger("everstep")
 
@@ -70,16 +74,18 @@ class Job:
     Attributes:
         info: number of this rank, and the ranks that it shares folders and nodes with.
         job_session: place of this rank in the last start.
+        shared: run folders of the ranks, and places for copies.
         resumed_durable: False if the last start has restored a base that is on no disk yet.
     """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
         self.info = RankInfo(group.rank, group.world)
         self.job_session: JobSession | None = None
+        # A fresh start rests on nothing that could be lost.
         self.resumed_durable = True
         self._group = group
         self._timeout_s = timeout_s
-        self._shared = SharedRun()
+        self.shared = SharedRun()
         self._apart: RankLocalParameters | None = None
         self._any_unreduced = False  # a rank has parameters that DDP does not reduce
 
@@ -105,7 +111,7 @@ class Job:
             DeadlineError: Not all ranks arrive in time.
         """
         rank = self.info.rank
-        self._shared = shared = open_shared_run(
+        self.shared = shared = open_shared_run(
             self.exchange, rank, self.info.world, seams, run, tiers, peers, options
         )
         here = shared.hosts.count(shared.hosts[rank])
@@ -114,76 +120,33 @@ class Job:
             self.info = replace(self.info, near=shared.ranks_with_disk_of(rank))
         return shared.run_id
 
-    def resume(
-        self,
-        seams: Seams,
-        run: PurePath,
-        state: State,
-        ring: ChunkRing,
-        recalled: KeeperContents,
-        keeper: KeeperOfRank,
-        *,
-        step: int | None,
-        strict: bool,
-        timeout_s: float,
-        on_touch: Callable[[], None],
-        trained: bool = False,
-    ) -> Resumed:
-        """Resume with all ranks, as :func:`everstep.restore.start.resume.resume` does with one.
+    def resume(self, request: ResumeRequest, keeper: KeeperOfRank) -> Resumed:
+        """Resume with all ranks.
 
         Raises:
             RecoveryError, MismatchError, DeadlineError
             KeeperError: No mailbox can be opened.
         """
-        rank = self.info.rank
-        load = loader(state, ring, strict=strict, timeout_s=timeout_s, on_touch=on_touch)
         with self.reporting_failure():
-            left = orphaned_logs(
-                run,
-                self._shared.run_id,
-                rank,
-                self._shared.ranks_with_memory_of(rank),
-                seams,
-                timeout_s=timeout_s,
-            )
-        left = replace(left, held=(*recalled.logs, *left.held))
-        log = RankLog(
-            seams,
-            run,
-            state,
-            ring,
-            recalled.records,
-            strict=strict,
-            timeout_s=timeout_s,
-            left=left,
-        )
-        compare = make_comparer(state, ring, strict=strict, timeout_s=timeout_s)
-        restorer = Restorer(load, log, compare, step=step, strict=strict, trained=trained)
-        side = RankSide(seams, run, state, recalled, keeper)
+            near = self.shared.ranks_with_memory_of(self.info.rank)
+            log = _rank_log(request, self.shared.run_id, self.info.rank, near)
         with contextlib.closing(log):
-            return self._start(side, restorer)
+            return self._start(request, keeper, log)
 
-    def start_fresh(
-        self,
-        seams: Seams,
-        run: PurePath,
-        state: State,
-        recalled: KeeperContents,
-        keeper: KeeperOfRank,
-    ) -> Resumed:
+    def start_fresh(self, request: ResumeRequest, keeper: KeeperOfRank) -> Resumed:
         """Begin without a resume.
 
         Raises:
             StateError: The run has something to resume.
         """
-        return self._start(RankSide(seams, run, state, recalled, keeper), None)
+        return self._start(request, keeper, None)
 
-    def _start(self, side: RankSide, restorer: Restorer | None) -> Resumed:
+    def _start(self, request: ResumeRequest, keeper: KeeperOfRank, log: RankLog | None) -> Resumed:
         start = JobStart(
-            self._group.host, self.exchange, self.info, self._shared, timeout_s=self._timeout_s
+            self._group.host, self.exchange, self.info, self.shared, timeout_s=self._timeout_s
         )
-        result = start.start(side, restorer)
-        apart = side.state.rank_local
+        result = start.start(request, keeper, log)
+        apart = request.state.rank_local
         self._apart = apart
         self._any_unreduced, _ = apply_own_parameters(apart, result.reports)
         apart.began()
@@ -202,7 +165,7 @@ class Job:
         return JobSession(
             result.session,
             self.info.rank,
-            self._shared.disks,
+            self.shared.disks,
             result.keepers,
             choice.base if on_disks else None,
             None if on_disks else choice.base,
@@ -297,3 +260,54 @@ def prepare_run(
     refuse_unaudited(job.info, options)
     computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
     return replace(job.info, followed=computed, logged=options.logs), lambda: run_id
+
+
+def resume_as_job_of_one(
+    request: ResumeRequest, run_id: str, ready: Callable[[], None]
+) -> tuple[Resumed, bool]:
+    """Resume, in a process that trains alone, a run that several ranks have trained
+    (``docs/design/ranks.md``). It continues from the last step that all of them have logged.
+
+    Args:
+        ready: function that waits until this process's keeper is ready.
+
+    Returns:
+        The restored state, and True if its base is on no disk yet.
+
+    Raises:
+        RecoveryError, MismatchError
+    """
+    if request.step is None:
+        refuse_unreachable(scan_run(request.seams.filesystem, request.run))
+    copies = Copies((), request.run)
+    filesystem = request.seams.filesystem
+    if isinstance(filesystem, RunWithCopies):  # a job reads its disk and the copies separately
+        copies = Copies(filesystem.tiers, request.run)
+        request = replace(request, seams=replace(request.seams, filesystem=filesystem.local))
+    disks = ("0",)
+    meeting = Meeting(uuid.uuid4().hex, COORDINATOR, disks, NoMailbox(), strict=request.strict)
+    with contextlib.closing(_rank_log(request, run_id, COORDINATOR, [COORDINATOR])) as log:
+        resumed, choice = resume_all_ranks(
+            request,
+            meeting,
+            needs=needs_on_disk(request.state, disks),
+            copies=copies,
+            log=log,
+            ready=ready,
+        )
+    copies.forget()
+    # What each rank has read, and from where, is reported for jobs of several ranks only.
+    resumed = replace(resumed, reads=())
+    return resumed, choice.base is not None and not choice.durable
+
+
+def _rank_log(request: ResumeRequest, run_id: str, rank: int, near: Sequence[int]) -> RankLog:
+    """Return the log of this rank, with what orphaned keepers on this machine have of others.
+
+    Args:
+        near: ranks of this job on this machine.
+    """
+    left = orphaned_logs(
+        request.run, run_id, rank, near, request.seams, timeout_s=request.timeout_s
+    )
+    return RankLog(request, replace(left, held=(*request.recalled.logs, *left.held)))

@@ -17,14 +17,12 @@ from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
 
 from everstep.commit.job.messages import StartFailed
-from everstep.commit.job.offers import Choice, Offer
+from everstep.commit.job.offers import Choice, Needs, Offer
 from everstep.errors import DeadlineError
-from everstep.format.records import Manifest
 from everstep.link.job_session import mailbox_error
-from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.fetch.node_reads import NodeStart
 from everstep.restore.fetch.peers import (
-    FetchedBase,
+    FetchCopies,
     FetchResult,
     OfferExtras,
     OnPlanned,
@@ -33,13 +31,13 @@ from everstep.restore.fetch.peers import (
 from everstep.restore.fetch.served_files import run_file_opener
 from everstep.restore.fetch.start_channel import Meeting, failure_reason, remote_failure
 from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
-from everstep.restore.start.rank_loader import Compares, needs_on_disk
+from everstep.restore.start.rank_loader import needs_on_disk
 from everstep.restore.start.rank_log import RankLog
-from everstep.restore.start.resume import Resumed
+from everstep.restore.start.report import Resumed
+from everstep.restore.start.request import ResumeRequest
 from everstep.restore.start.resume_job import resume_all_ranks
 from everstep.run.candidates import refuse_unreachable
 from everstep.run.scan import scan_run
-from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.network.mailbox import TcpMailbox
@@ -53,8 +51,6 @@ from everstep.trainer.job.run_folder import Exchange, SharedRun
 __all__ = [
     "JobStart",
     "KeeperOfRank",
-    "RankSide",
-    "Restorer",
     "StartResult",
     "reporting_failure",
 ]
@@ -72,46 +68,6 @@ class KeeperOfRank(Protocol):
     def ready(self) -> None:
         """Wait until it is ready, before a timeline is opened."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class RankSide:
-    """This rank's side of a start.
-
-    Attributes:
-        seams: interfaces to the world.
-        run: run folder.
-        state: state to restore into.
-        recalled: memory of this rank's keeper.
-        keeper: keeper of this rank.
-    """
-
-    seams: Seams
-    run: PurePath
-    state: State
-    recalled: KeeperContents
-    keeper: KeeperOfRank
-
-
-@dataclass(frozen=True, slots=True)
-class Restorer:
-    """Options and functions with which this rank restores its state.
-
-    Attributes:
-        load: function that loads a base.
-        log: log of this rank.
-        compare: function that compares a base with the live state, for ``strict=False``.
-        step: requested step; None for the newest.
-        strict: False to load a base that does not match the state completely.
-        trained: True if the state is not that of a fresh start.
-    """
-
-    load: Any
-    log: RankLog
-    compare: Compares
-    step: int | None
-    strict: bool
-    trained: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,28 +107,32 @@ class JobStart:
         self._shared = shared
         self._timeout_s = timeout_s
 
-    def start(self, side: RankSide, restorer: Restorer | None) -> StartResult:
+    def start(
+        self, request: ResumeRequest, keeper: KeeperOfRank, log: RankLog | None
+    ) -> StartResult:
         """Start with all ranks.
 
         Args:
-            restorer: how to restore the state; None for a fresh start.
+            keeper: keeper of this rank.
+            log: log of this rank; None on a fresh start.
         """
-        step = None if restorer is None else restorer.step
+        step = request.step
         purpose = "take the first step"
-        if restorer is not None:
+        if request.restores:
             purpose = f"call resume({'' if step is None else step})"
         with contextlib.ExitStack() as opened:
+            # Until the exchange, the other ranks wait for this rank's message, whatever it says.
             with reporting_failure(self._exchange):
                 if step is None:
-                    with storage_errors("resume", side.run, rank=self._info.rank):
-                        refuse_unreachable(scan_run(side.seams.filesystem, side.run))
+                    with storage_errors("resume", request.run, rank=self._info.rank):
+                        refuse_unreachable(scan_run(request.seams.filesystem, request.run))
                 mailbox = self._open_mailbox()
                 opened.callback(mailbox.close)
-                node = self._node_start(side)
+                node = self._node_start(request)
                 opened.callback(node.close)
-                mine = self._message(side, restorer, purpose, mailbox, node)
+                mine = self._message(request, keeper, purpose, mailbox, node)
             found = self._exchange(purpose, mine)
-            self._refuse_failed(found, side.run)
+            self._refuse_failed(found, request.run)
             refuse_other_calls(found, self._info.rank)
             session = found[0]["name"]
             # From here on the mailbox accepts messages of this start only.
@@ -185,30 +145,41 @@ class JobStart:
                 self._shared.disks,
                 mailbox,
                 tuple(message["fingerprint"] for message in found),
-                restorer is not None and restorer.trained,
+                strict=all(message["strict"] for message in found),
             )
-            resumed, choice = self._restore(side, restorer, meeting, node, found)
+            shared = [bool(message["shared"]) for message in found]
+            needs = needs_on_disk(request.state, self._shared.disks, shared)
+            resumed, choice = resume_all_ranks(
+                request,
+                meeting,
+                needs=needs,
+                copies=self._shared.copies,
+                log=log,
+                node=node.join(found, needs) if request.restores else None,
+                fetch=self._fetch(request, meeting, needs),
+                ready=keeper.ready,
+            )
             # After this exchange every rank knows the result. Until then the mailbox stays open,
             # because rank 0 may still wait for an answer.
-            resumed, reports = self._report(side.state, resumed)
+            resumed, reports = self._report(request.state, resumed)
             if self._shared.copies is not None:
                 self._shared.copies.forget()
         keepers = tuple(_address(message["keeper"]) for message in found)
         return StartResult(resumed, choice, session, keepers, reports)
 
-    def _node_start(self, side: RankSide) -> NodeStart:
+    def _node_start(self, request: ResumeRequest) -> NodeStart:
         return NodeStart(
             self._info.rank,
             self._shared.memories,
-            side.seams.clock,
-            local=self._shared.is_local(side.run, self._info.rank),
+            request.seams.clock,
+            local=self._shared.is_local(request.run, self._info.rank),
             timeout_s=self._timeout_s,
         )
 
     def _message(
         self,
-        side: RankSide,
-        restorer: Restorer | None,
+        request: ResumeRequest,
+        keeper: KeeperOfRank,
         purpose: str,
         mailbox: TcpMailbox,
         node: NodeStart,
@@ -216,77 +187,45 @@ class JobStart:
         name = uuid.uuid4().hex
         return {
             "name": name,
-            "window": None if restorer is None else node.offer(name),
+            "window": node.offer(name) if request.restores else None,
             "pid": os.getpid(),
             "what": purpose,
             "trainer": mailbox.address,
-            "keeper": side.keeper.listen(self._host),
-            "shared": side.state.is_shared(),
-            "strict": restorer is None or restorer.strict,
+            "keeper": keeper.listen(self._host),
+            "shared": request.state.is_shared(),
+            "strict": request.strict,
             "fingerprint": fingerprint(),
             "error": None,
         }
 
-    def _restore(
-        self,
-        side: RankSide,
-        restorer: Restorer | None,
-        meeting: Meeting,
-        node: NodeStart,
-        found: Sequence[dict[str, Any]],
-    ) -> tuple[Resumed, Choice]:
-        """Agree on a base with all ranks, restore it, and open the timeline."""
-        shared = [bool(message["shared"]) for message in found]
-        needs = needs_on_disk(side.state, self._shared.disks, shared)
-        joined = None if restorer is None else node.join(found, needs)
-        load = None if restorer is None else partial(restorer.load, node=joined)
-        log = None if restorer is None else restorer.log
-        step = None if restorer is None else restorer.step
-
-        def apart(number: int, manifest: Manifest) -> bool:
-            return joined is None or joined.wants(number, manifest) < 2
+    def _fetch(self, request: ResumeRequest, meeting: Meeting, needs: Needs) -> FetchCopies | None:
+        """Return the function that fetches copies from other nodes; None if no rank has any."""
+        if not (self._shared.fetches or self._shared.has_several_disks):
+            return None
 
         def fetch(offer: Offer, meanwhile: OnPlanned, lent: OfferExtras) -> FetchResult:
             options: dict[str, Any] = {
-                "step": step,
+                "step": request.step,
                 "timeout_s": self._timeout_s,
-                "logs": () if log is None else side.recalled.logs,
+                "logs": request.recalled.logs if request.restores else (),
                 "meanwhile": meanwhile,
             }
             if self._shared.has_several_disks:
-                options["opens"] = run_file_opener(side.seams.filesystem, side.run)
+                options["opens"] = run_file_opener(request.seams.filesystem, request.run)
                 options["lent"] = lent
+                # All ranks of this node may fetch at once, into half of what is available.
                 options["room_bytes"] = memory_available_bytes() // (2 * self._info.here)
             return fetch_from_peers(
                 meeting,
-                side.seams.clock,
+                request.seams.clock,
                 self._exchange,
                 offer,
-                side.recalled.copies,
+                request.recalled.copies,
                 needs,
                 **options,
             )
 
-        own = [copy for copy in side.recalled.copies if copy.marker.rank == self._info.rank]
-        all_strict = all(message["strict"] for message in found)
-        return resume_all_ranks(
-            side.seams,
-            side.run,
-            side.state,
-            meeting,
-            side.recalled.base,
-            load,
-            own=[FetchedBase.of_own(copy) for copy in own],
-            step=step,
-            needs=needs,
-            timeout_s=self._timeout_s,
-            copies=self._shared.copies,
-            log=log,
-            fetch=fetch if self._shared.fetches or self._shared.has_several_disks else None,
-            apart=apart,
-            ready=side.keeper.ready,
-            compare=None if all_strict or restorer is None else restorer.compare,
-        )
+        return fetch
 
     def _report(self, state: State, resumed: Resumed) -> tuple[Resumed, list[dict[str, Any]]]:
         """Exchange reports of the data read, and complete the state that ranks restore together."""

@@ -16,15 +16,17 @@ from everstep.errors import RecoveryError, StateError
 from everstep.format.writer import ChunkRing
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import KeeperContents
-from everstep.restore.start.resume import Resumed, SeveralRanksError, open_timeline, resume
-from everstep.run.folder import refuse_unresumed
+from everstep.restore.start.report import Resumed
+from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.resume import resume
+from everstep.run.folder import open_timeline, refuse_unresumed
 from everstep.run.scan import TimelineCache
 from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.training_state import State
 from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.copies import with_source
-from everstep.trainer.job.one_rank import resume_from_several_ranks
+from everstep.trainer.job.job import resume_as_job_of_one
 from everstep.trainer.job.place import RunPlace
 from everstep.trainer.log.residuals import warn_of_unsaved_residuals
 
@@ -149,6 +151,7 @@ class RunStarter:
 
     Attributes:
         live_state: guard of the state, which is notified before it is overwritten.
+        job: ranks that start together; None if this process trains alone.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class RunStarter:
         ring: ChunkRing,
         timeout_s: float,
     ) -> None:
-        self._job = place.job
+        self.job = place.job
         self._keepers = keepers
         self._seams = place.reading
         self._run = place.run
@@ -175,7 +178,7 @@ class RunStarter:
     @property
     def job_session(self) -> JobSession | None:
         """Place of this rank in the last start of the job; None for a single rank."""
-        return None if self._job is None else self._job.job_session
+        return None if self.job is None else self.job.job_session
 
     def resume(
         self, step: int | None, *, strict: bool, own: bool, trained: bool = False
@@ -193,14 +196,15 @@ class RunStarter:
             RecoveryError, MismatchError, StateError, KeeperError, DeadlineError
         """
         with self._reporting_failure():
-            self._keepers.open(in_background=self._job is not None)
+            self._keepers.open(in_background=self.job is not None)
             recalled = self._recall(own=own)
         changed = self._frozen.changed()
         warn_of_unsaved_residuals(
             self._state
         )  # a hook may have been registered since the last start
+        request = self._request(recalled, step=step, strict=strict, trained=trained)
         with self.live_state.resuming(), self._record_devices():
-            resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
+            resumed, in_memory = self._resume(request)
         resumed = _warn_of_left_out(resumed, self._run)
         self.live_state.restored(resumed, self._run)
         self._frozen.started(resumed.step)
@@ -208,55 +212,17 @@ class RunStarter:
             resumed = replace(resumed, problems=(*resumed.problems, changed))
         return resumed, in_memory
 
-    def _resume(
-        self, recalled: KeeperContents, step: int | None, *, strict: bool, trained: bool
-    ) -> tuple[Resumed, bool]:
-        if self._job is not None:
-            resumed = self._job.resume(
-                self._seams,
-                self._run,
-                self._state,
-                self._ring,
-                recalled,
-                self._keepers,
-                step=step,
-                strict=strict,
-                timeout_s=self._timeout_s,
-                on_touch=self.live_state.touch,
-                trained=trained,
-            )
-            return resumed, not self._job.resumed_durable
-        held = recalled.newest
-        options: dict[str, Any] = {
-            "step": step,
-            "strict": strict,
-            "timeout_s": self._timeout_s,
-            "on_touch": self.live_state.touch,
-            "trained": trained,
-        }
-        try:
-            resumed = resume(
-                self._seams,
-                self._run,
-                self._state,
-                self._ring,
-                replace(recalled, base=held),
-                known=self._timelines,
-                **options,
-            )
-        except SeveralRanksError:
-            return resume_from_several_ranks(
-                self._seams,
-                self._run,
-                self._run_id,
-                self._state,
-                self._ring,
-                recalled,
-                ready=self._keepers.ready,
-                **options,
-            )
-        in_memory = resumed.source == "memory" and held is not None and not held.durable
-        return with_source(resumed, self._seams, self._run), in_memory
+    def _resume(self, request: ResumeRequest) -> tuple[Resumed, bool]:
+        if self.job is not None:
+            resumed = self.job.resume(request, self._keepers)
+            return resumed, not self.job.resumed_durable
+        # Not as a job of one: that takes more operations of the file system (see ``resume``).
+        alone = resume(request, self._timelines)
+        if alone is None:  # several ranks have trained the run last
+            return resume_as_job_of_one(request, self._run_id, self._keepers.ready)
+        held = request.recalled.newest
+        in_memory = alone.source == "memory" and held is not None and not held.durable
+        return with_source(alone, self._seams, self._run), in_memory
 
     def start_fresh(self) -> int:
         """Begin without a resume; return the number of the timeline.
@@ -269,19 +235,40 @@ class RunStarter:
         with self._record_devices():
             return self._open_first_timeline()
 
+    def _request(
+        self,
+        recalled: KeeperContents,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        trained: bool = False,
+        restores: bool = True,
+    ) -> ResumeRequest:
+        return ResumeRequest(
+            self._seams,
+            self._run,
+            self._state,
+            self._ring,
+            recalled,
+            step=step,
+            strict=strict,
+            timeout_s=self._timeout_s,
+            on_touch=self.live_state.touch,
+            trained=trained,
+            restores=restores,
+        )
+
     def _record_devices(self) -> AbstractContextManager[None]:
         """Record the device types of the updates in the timeline, for later comparisons."""
         return computed_on(device_types(self._state.optimizers.values()))
 
     def _open_first_timeline(self) -> int:
-        if self._job is not None:
+        if self.job is not None:
             with self._reporting_failure():
                 self._keepers.open(in_background=True)
                 recalled = self._keepers.recall_leftovers()
-            resumed = self._job.start_fresh(
-                self._seams, self._run, self._state, recalled, self._keepers
-            )
-            return resumed.timeline
+            request = self._request(recalled, restores=False)
+            return self.job.start_fresh(request, self._keepers).timeline
         with storage_errors("open the run", self._run):
             refuse_unresumed(self._seams.filesystem, self._run, None)
             # The keeper of an earlier process may still be writing a base: look again after that.
@@ -299,7 +286,7 @@ class RunStarter:
         served before attaches again at each of its steps, so retries are limited.)
         """
         recalled = self._keepers.recall_leftovers(own=own)
-        for _ in range(0 if own or self._job is not None else _TRIES):
+        for _ in range(0 if own or self.job is not None else _TRIES):
             if not recalled.missed:
                 break
             self._keepers.open()
@@ -307,7 +294,7 @@ class RunStarter:
         return recalled
 
     def _reporting_failure(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._job is None else self._job.reporting_failure()
+        return nullcontext() if self.job is None else self.job.reporting_failure()
 
 
 def _warn_of_left_out(resumed: Resumed, run: PurePath) -> Resumed:
