@@ -32,7 +32,7 @@ __all__ = ["Reads", "complete_live_base", "complete_offline_base"]
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """How files are read.
+    """Buffers, timeout and progress of reading files.
 
     Attributes:
         ring: buffers for reading.

@@ -1,4 +1,4 @@
-"""Which tensors and objects of a job's base are loaded for which of its ranks."""
+"""Plan of the tensors and objects of a job's base that are loaded for each of its ranks."""
 
 from __future__ import annotations
 

@@ -99,7 +99,10 @@ def _load_ranks(
     plans = [plan_rank(saved, rank, owners) for rank in saved.ranks]
     # Before anything is allocated: an overcommitted machine would kill a process instead.
     require_memory(opened[0], sum(plan.size_bytes for plan in plans))
-    tensors = {plan.rank: _empty(plan) for plan in plans}
+    tensors = {
+        plan.rank: {name: empty_like_entry(plan.entries[name][0]) for name in plan.mine}
+        for plan in plans
+    }
     wanted: list[tuple[str, Sequence[Piece], Box, memoryview]] = []
     for plan in plans:
         for name, tensor in tensors[plan.rank].items():
@@ -153,10 +156,6 @@ def _rank_replay(
     )
     trees = plan.view.trees if plan.computes else {}
     return RankReplay(HostMemory(state, trees, options), written, unmerged)
-
-
-def _empty(plan: RankPlan) -> dict[str, torch.Tensor]:
-    return {name: empty_like_entry(plan.entries[name][0]) for name in plan.mine}
 
 
 def _read_files(
