@@ -337,6 +337,8 @@ class Keepers:
         """
         self.ready()
         terms = self.terms
+        # A thread keeper serves one timeline. It ends before the fence of the next one is set, as
+        # it may still commit bases that were taken before.
         if self._remote is None and self.current is not None:
             self.current.close()
         if opened:

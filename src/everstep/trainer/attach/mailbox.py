@@ -31,6 +31,8 @@ class RankMailbox:
             port: port that is reserved already; 0 for any free port.
         """
         if not port:
+            # The new port before the old one is released: otherwise it might get the same number,
+            # which other ranks connect with the earlier start.
             reserved = ReservedPort(host)
             self._release()
             self._port = reserved

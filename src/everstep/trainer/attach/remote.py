@@ -443,8 +443,13 @@ class RemoteKeeper:
                 self._channel.check()
                 self.silence.check()
                 if steps := self._replica_requests.steps:
-                    disk = self.moves, self.log_moves
-                    moves.check(*disk, self.replica_step, self.replica_applied, steps)
+                    moves.check(
+                        self.moves,
+                        self.log_moves,
+                        self.replica_step,
+                        self.replica_applied,
+                        steps,
+                    )
                 if self._hung:  # reported already; the wait would never end
                     raise storage_hang_error(len(self._waiting))
                 with self._changed:

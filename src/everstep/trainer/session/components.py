@@ -14,7 +14,6 @@ from everstep.errors import OptionError
 from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
-from everstep.seams.clock import Clock
 from everstep.state.ranks.ddp import refuse_divergent_updates
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
@@ -150,7 +149,14 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         terms.log_limits = limits
         replica = None
         if options.has_replica:
-            source = replica = _make_replica_bases(state, options, saver, channel, clock)
+            require_replicable(state)
+            source = replica = ReplicaBases(
+                state,
+                saver,
+                channel,
+                several=state.ranks.world > 1,
+                timeout_s=options.progress_timeout_s,
+            )
         recorder = Recorder(
             options,
             run,
@@ -207,29 +213,6 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     warn_of_unsaved_residuals(state)
     print_footprint(footprint, options, place, state, limits, in_process=terms.in_process)
     return components
-
-
-def _make_replica_bases(
-    state: State,
-    options: Options,
-    saver: Saver,
-    channel: BackgroundChannel,
-    clock: Clock,
-) -> ReplicaBases:
-    """Make the requests to a replica that follows the log.
-
-    Raises:
-        UnsupportedStateError: A replica cannot follow some updates.
-    """
-    require_replicable(state)
-    return ReplicaBases(
-        state,
-        saver,
-        channel,
-        clock,
-        several=state.ranks.world > 1,
-        timeout_s=options.progress_timeout_s,
-    )
 
 
 def _refuse_lossy_replicas(

@@ -19,7 +19,6 @@ from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
 from everstep.link.samples import Samples
 from everstep.link.save import Save, complete
-from everstep.seams import Clock
 from everstep.seams.processes.conditions import wait_all, wait_done
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
@@ -55,7 +54,6 @@ class ReplicaBases(Participant):
         state: State,
         saver: Saver,
         channel: BackgroundChannel,
-        clock: Clock,
         *,
         several: bool,
         timeout_s: float,
@@ -63,7 +61,6 @@ class ReplicaBases(Participant):
         self._state = state
         self._saver = saver
         self._channel = channel
-        self._clock = clock
         self._several = several
         self._timeout_s = timeout_s
         self._keeper: RemoteKeeper | None = None
@@ -240,9 +237,8 @@ class ReplicaBases(Participant):
         """Wait until at most one earlier request is pending, as the log stays until then."""
         waiting = [save.durable for save in self._exact if not save.durable.done()]
         if len(waiting) > 1:
-            start_s = self._clock.monotonic_s()
-            wait_done(waiting[-2], self._timeout_s)
-            self._saver.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
+            with self._saver.stalled("back_pressure"):
+                wait_done(waiting[-2], self._timeout_s)
 
     def replica_stopped(self, why: str, for_good: bool) -> None:
         """Note that the replica has stopped. Called in the thread that reads messages."""

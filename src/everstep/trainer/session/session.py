@@ -148,6 +148,8 @@ class Session:
     def _start_timeline(
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
     ) -> None:
+        # Before anything can fail: the timeline was opened and fences off the earlier one, of which
+        # no base may be taken any more.
         self.at.timeline = timeline
         self.parts.state.coverage.descends_exactly = exact
         self.consensus.restarted()
@@ -275,6 +277,7 @@ class Session:
     def wait(self, timeout_s: float | None) -> None:
         """Wait until all bases are durable; take one in place of those lost with a keeper."""
         self.parts.saver.finish_captures()
+        # Of this moment: the bases that are waited for are with it, even if it is replaced below.
         keeper = self.keeper
         if keeper is not None:
             wait_for_bases(self.parts, keeper, timeout_s)
@@ -305,6 +308,7 @@ class Session:
 
     def release(self, *, stay: bool = False) -> None:
         """Release everything; the keeper may ``stay`` with its memory."""
+        # First: a call of another thread, or of a signal handler, must find it closed.
         self.is_open = False
         self.parts.state.close()
         self._closing.disarm()

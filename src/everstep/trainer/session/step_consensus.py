@@ -72,8 +72,7 @@ class StepConsensus:
         # of the durable log than the others.
         each = options.log.watch or options.log.lag_steps is not None
         self._exchanges_each_step = options.logs and each
-        self._exchanges = options.logs or self._timed
-        self._votes = options.logs
+        self._logs = options.logs
         # Of the next exchange; None until all ranks have started together.
         self._next_step: int | None = None
         self._voted_step = -1  # the last step at which this rank has taken part
@@ -170,7 +169,7 @@ class StepConsensus:
 
     def _exchange(self, step: int) -> tuple[bool, bool]:
         """Exchange messages if ``step`` is a step for it; return (False, False) otherwise."""
-        if not self._exchanges or self._job is None or self._next_step is None:
+        if not (self._logs or self._timed) or self._job is None or self._next_step is None:
             return False, False
         if step <= self._voted_step:
             return False, False
@@ -180,7 +179,7 @@ class StepConsensus:
         self._any_needs = None
         needed_before = vote is not None and vote()
         if step < self._next_step and not needed_before:
-            if self._votes:
+            if self._logs:
                 self._any_needs = self._job.begin_any(f"end step {step}", self._needs_base_now)
             return False, False
         self._next_step = step + 1
