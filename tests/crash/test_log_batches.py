@@ -16,10 +16,10 @@ import pytest
 from everstep.checkpointer import Checkpointer
 from everstep.format.names import marker_name
 from everstep.keeper.log.segment_queue import AutoBatch
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import KeeperOptions, LogOptions
 from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.log.disk_log import DiskLog
 from tests.crash.sim.crashes import Scenario, watch_crashes
 from tests.crash.sim.filesystem import SimFileSystem
@@ -71,7 +71,7 @@ class Logged(Scenario):
             self._numbers[self._begun] = recorder.memory.number
         recorder.base_step = 1 << 40  # no base at the end
         keeper = inspect(ckpt).keeper
-        assert isinstance(keeper, LocalKeeper)
+        assert isinstance(keeper, ThreadKeeper)
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
         ckpt.close()

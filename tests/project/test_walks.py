@@ -31,6 +31,9 @@ COMPLETE = {
 }
 """Packages of which every called module must be listed, by walk."""
 
+MOST = {"base": 14}
+"""Most modules that the value of a walk passes through."""
+
 KEEPER = """
 import mmap, os, sys, threading
 
@@ -145,15 +148,25 @@ print(json.dumps({number: list(names) for number, names in called.items()}))
 
 def listed(walk: str, process: str) -> tuple[list[str], set[str]]:
     """Return the modules called on a walk, and those that may be called besides, as paths."""
+    text = text_of(walk, process)
+    found = [*tabled(text), *_named("Also called", text)]
+    return found, set(_named("May also be called", text))
+
+
+def tabled(text: str) -> list[str]:
+    """Return the modules that the value of a walk passes through: those of the table."""
+    return re.findall(r"^\| `([\w/]+\.py)` \|", text, re.M)
+
+
+def text_of(walk: str, process: str) -> str:
+    """Return the text about a walk in one process."""
     _, _, section = DOCUMENT.partition(f"\n## {WALKS[walk]}\n")
     assert section, f"no section {WALKS[walk]!r}"
     section = section.split("\n## ")[0]
     _, _, text = section.partition(PROCESSES[process])
     for other in PROCESSES.values():
         text = text.split(other)[0]
-    table = re.findall(r"^\| `([\w/]+\.py)` \|", text, re.M)
-    table += _named("Also called", text)
-    return table, set(_named("May also be called", text))
+    return text
 
 
 def _named(begin: str, text: str) -> list[str]:
@@ -203,6 +216,11 @@ def test_listed_modules_are_called(
     assert not missing, f"not called on the walk, or renamed: {sorted(missing)}"
     gone = {path for path in also if not (ROOT / "src" / "everstep" / path).exists()}
     assert not gone, f"renamed: {sorted(gone)}"
+
+
+@pytest.mark.parametrize("walk", MOST)
+def test_a_walk_is_short(walk: str) -> None:
+    assert sum(len(tabled(text_of(walk, process))) for process in PROCESSES) <= MOST[walk]
 
 
 @pytest.mark.parametrize("walk", WALKS)

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, plan_files
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.recall_wire import base_from_wire
+from everstep.keeper.process.presence import Registered
 from everstep.keeper.process.server import Server
 from everstep.keeper.replica.served_replica import ServedReplica
 from everstep.link.capture import shard_offsets
@@ -35,7 +37,7 @@ from everstep.state.layout.entries import Entry
 from everstep.testing import inspect
 from tests.support.world import TIMEOUT_S
 
-__all__ = ["OBJECT", "Bench", "Hand", "bench", "contents_of", "die", "oracle", "serving"]
+__all__ = ["OBJECT", "Bench", "Hand", "Place", "bench", "contents_of", "die", "oracle", "serving"]
 
 OBJECT = "everstep/objects/o"
 _POLL_S = 0.01
@@ -64,6 +66,16 @@ def object_of(identity: ShardIdentity) -> bytes:
     return f"object of {identity.timeline}/{identity.step}".encode() * (1 + identity.step)
 
 
+@dataclass(frozen=True)
+class Place:
+    """A registration that nothing happens to."""
+
+    is_current: bool = True
+    again: Callable[[], Any] = lambda: None
+    release: Callable[[], None] = lambda: None
+    refresh_times: Callable[[], None] = lambda: None
+
+
 class Bench:
     """The server, and the run that it serves.
 
@@ -81,6 +93,7 @@ class Bench:
         clock: Clock | None = None,
         linger_s: float = 600.0,
         rank: int = 0,
+        registration: Registered = Place(),
         **options: Any,
     ) -> None:
         self.run = run
@@ -89,33 +102,39 @@ class Bench:
         self.listener = listen_at(self.files.socket)
         seams = Seams(filesystem=filesystem or PosixFileSystem(), clock=clock or SystemClock())
         self.server = Server(
-            self.listener, run, version="test", linger_s=linger_s, seams=seams, **options
+            self.listener,
+            run,
+            registration,
+            version="test",
+            linger_s=linger_s,
+            seams=seams,
+            **options,
         )
         self.connections: list[Connection] = []
 
     @property
     def replicas(self) -> ServedReplica:
         """The replica of the attached process, if any."""
-        return self.server._duties.replicas
+        return self.server.duties.replicas
 
     @property
     def log(self) -> LogStore:
         """The log of the attached process."""
-        log = self.server._duties.logs.current
+        log = self.server.duties.logs.current
         assert log is not None
         return log
 
     def turn(self, times: int = 1) -> None:
         """Lets the server deal with what has come."""
         for _ in range(times):
-            self.server._turn(0.0)
+            self.server.turn(0.0)
 
     def until(self, there: Callable[[], bool], what: str = "it") -> None:
         """Turns the server until ``there()``."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while not there():
             assert time.monotonic() < deadline_s, f"{what} never came"
-            self.server._turn(_POLL_S)
+            self.server.turn(_POLL_S)
 
     def meanwhile(self, there: Callable[[], bool], connection: Connection) -> None:
         """Lets another thread turn the server until ``there()``: what it says may be more than
@@ -124,7 +143,7 @@ class Bench:
 
         def work() -> None:
             while not over.is_set():
-                self.server._turn(_POLL_S)
+                self.server.turn(_POLL_S)
 
         thread = threading.Thread(target=work)
         thread.start()
@@ -139,7 +158,7 @@ class Bench:
 
     def settled(self) -> None:
         """Everything that was begun is durable or has failed, and has been reported."""
-        keeper = self.server._keeper
+        keeper = self.server.duties.writer
         self.turn(2)
         self.until(lambda: keeper is None or not keeper.waiting, "the end of all captures")
         self.turn(2)
@@ -156,11 +175,17 @@ class Bench:
         return Hand(self, pages)
 
     def over(self) -> bool:
-        return self.server._over()
+        return self.server.is_over()
+
+    @property
+    def served(self) -> int:
+        """Number of the timeline that the server serves."""
+        timeline = self.server.duties.timeline
+        return 0 if timeline is None else timeline.number
 
     def held(self) -> int | None:
         """The step that the server has in memory."""
-        return self.server._newest_capture.step
+        return self.server.duties.newest_capture.step
 
     def committed(self) -> set[tuple[int, int]]:
         """Timeline and step of all bases on disk."""
@@ -168,19 +193,13 @@ class Bench:
         return {(b.id.timeline, b.id.step) for b in bases if b.status == "committed"}
 
     def close(self) -> None:
-        if self.server._keeper is not None:
-            for capture in self.server._keeper.waiting:
+        if self.server.duties.writer is not None:
+            for capture in self.server.duties.writer.waiting:
                 capture.incoming.lose(KeeperError("the test is over"))
             self.settled()
-            self.server._keeper.close()
-        self.server._ring.close()
-        self.server._hang_up_farewells()
-        for key in list(self.server._selector.get_map().values()):
-            if isinstance(key.fileobj, Connection):
-                key.fileobj.close()
-        self.server._selector.close()
-        self.listener.close()
-        self.server._listener.close()  # it may be another one by now
+            self.server.duties.writer.close()
+        self.server.close()
+        self.listener.close()  # the server may have another one by now
         for connection in self.connections:
             connection.close()
         Path(self.files.socket).unlink(missing_ok=True)

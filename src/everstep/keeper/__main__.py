@@ -49,13 +49,10 @@ def main(arguments: Sequence[str]) -> int:
         server = Server(
             listener,
             PurePath(options.run),
+            registration,
             version=__version__,
             linger_s=options.linger_s,
             writers=options.threads,
-            found=lambda: registration.is_current,
-            again=registration.again,
-            leave=registration.release,
-            refresh_times=registration.refresh_times,
         )
         # Signals that announce the end of a job (preemption) reach the keeper, too: it persists
         # complete captures first, and then exits.

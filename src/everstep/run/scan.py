@@ -233,14 +233,15 @@ def scan_run(
             entries = filesystem.scan(path)
         except FileNotFoundError:
             return Inventory(path)
+        scan = _Scan(filesystem, path, known or TimelineCache())
         try:
-            inventory = _scan(filesystem, path, entries, known or TimelineCache())
+            scan.run(entries)
         except FileNotFoundError:
             if not left:
                 raise
             continue
-        if not left or not _newest_is_being_deleted(inventory):
-            return inventory
+        if not left or not _newest_is_being_deleted(scan.inventory):
+            return scan.inventory
     raise AssertionError("unreachable")
 
 
@@ -256,48 +257,156 @@ def _newest_is_being_deleted(inventory: Inventory) -> bool:
     )
 
 
-def _scan(
-    filesystem: FileSystem, path: PurePath, entries: list[DirEntry], known: TimelineCache
-) -> Inventory:
-    inventory = Inventory(path)
-    names = {entry.name: entry for entry in entries}
-    numbers = [n for entry in entries if (n := parse_timeline(entry.name)) is not None]
-    ours = [name for name in names if name.endswith(TEMPORARY_SUFFIX) and name.startswith("run.")]
-    if RUN_RECORD not in names and not numbers:
-        foreign = [name for name in names if name not in ours]
+class _Scan:
+    """One pass over a run folder."""
+
+    def __init__(self, filesystem: FileSystem, path: PurePath, known: TimelineCache) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._known = known
+        self.inventory = Inventory(path)
+
+    def run(self, entries: list[DirEntry]) -> None:
+        """Fill the inventory from the folder with these entries.
+
+        Raises:
+            ForeignDirectoryError: the directory holds files that are not of everstep.
+            FileNotFoundError: another process has deleted something meanwhile.
+        """
+        inventory = self.inventory
+        names = {entry.name: entry for entry in entries}
+        numbers = [n for entry in entries if (n := parse_timeline(entry.name)) is not None]
+        if RUN_RECORD not in names and not numbers:
+            self._refuse_foreign(names)
+            return
+        if RUN_RECORD in names:
+            record = self._record(self._path / RUN_RECORD, RunRecord)
+            inventory.run = record.run if record else None
+        else:
+            inventory.problems.append((self._path / RUN_RECORD, "is missing"))
+        for number in sorted(numbers):
+            directory = timeline_dir(self._path, number)
+            if names[directory.name].kind != "dir":
+                self._note_unreachable(number, directory, names[directory.name].kind)
+                continue
+            self._scan_timeline(number, directory)
+        self._note_renamed(entries, numbers)
+        # The id is in every record, so a damaged run.json loses nothing.
+        if inventory.run is None:
+            ids = [record.run for record in inventory.timelines.values() if record is not None]
+            ids += [base.manifest.markers[0].run for base in inventory.bases if base.manifest]
+            inventory.run = ids[0] if ids else None
+
+    def _refuse_foreign(self, names: Iterable[str]) -> None:
+        # A process that died while it created the folder leaves a temporary run record.
+        foreign = [
+            name
+            for name in names
+            if not (name.endswith(TEMPORARY_SUFFIX) and name.startswith("run."))
+        ]
         if foreign:
             raise ForeignDirectoryError(
-                f"{path} is not an everstep run folder: it contains {foreign[0]!r}"
+                f"{self._path} is not an everstep run folder: it contains {foreign[0]!r}"
                 + (f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""),
-                path=path,
+                path=self._path,
                 hint="choose a new or empty directory",
             )
-        return inventory
-    if RUN_RECORD in names:
-        record = _record(filesystem, path / RUN_RECORD, RunRecord, inventory)
-        inventory.run = record.run if record else None
-    else:
-        inventory.problems.append((path / RUN_RECORD, "is missing"))
-    for number in sorted(numbers):
-        directory = timeline_dir(path, number)
-        if names[directory.name].kind != "dir":
-            _note_unreachable(inventory, number, directory, names[directory.name].kind)
-            continue
-        _scan_timeline(filesystem, inventory, number, directory, known)
-    for entry in entries:
-        renamed = parse_renamed_timeline(entry.name)
-        if renamed is None or renamed in numbers or entry.kind not in ("dir", "link"):
-            continue
-        if entry.kind == "link" or _holds_timeline(filesystem, path / entry.name):
-            why = f"looks like timeline {renamed}, renamed from {timeline_dir(path, renamed).name}"
-            inventory.unreachable.setdefault(renamed, {})[path / entry.name] = why
-            inventory.problems.append((path / entry.name, why))
-    # The id is in every record, so a damaged run.json loses nothing.
-    if inventory.run is None:
-        ids = [record.run for record in inventory.timelines.values() if record is not None]
-        ids += [base.manifest.markers[0].run for base in inventory.bases if base.manifest]
-        inventory.run = ids[0] if ids else None
-    return inventory
+
+    def _note_renamed(self, entries: list[DirEntry], numbers: list[int]) -> None:
+        """Record directories that look like timelines renamed by hand."""
+        for entry in entries:
+            renamed = parse_renamed_timeline(entry.name)
+            if renamed is None or renamed in numbers or entry.kind not in ("dir", "link"):
+                continue
+            path = self._path / entry.name
+            # Links are not followed, so nothing can be said about what they lead to.
+            if entry.kind == "link" or _holds_timeline(self._filesystem, path):
+                original = timeline_dir(self._path, renamed).name
+                why = f"looks like timeline {renamed}, renamed from {original}"
+                self.inventory.unreachable.setdefault(renamed, {})[path] = why
+                self.inventory.problems.append((path, why))
+
+    def _scan_timeline(self, number: int, directory: PurePath) -> None:
+        inventory = self.inventory
+        entries = {entry.name: entry for entry in self._filesystem.scan(directory)}
+        kinds = {name: entry.kind for name, entry in entries.items()}
+        inventory.names[number] = frozenset(kinds)
+        if TIMELINE_RECORD in entries:
+            inventory.timelines[number] = self._timeline_record(
+                number, directory / TIMELINE_RECORD, entries[TIMELINE_RECORD]
+            )
+        for kind in (BASE_DIR, LOG_DIR, LOSSY_DIR):
+            if kinds.get(kind, "dir") != "dir":
+                self._note_unreachable(number, directory / kind, kinds[kind])
+        mine = []
+        if kinds.get(BASE_DIR) == "dir":
+            mine = self._bases(number, directory / BASE_DIR)
+        inventory.bases += mine
+        has_bases = any(base.status in _MAY_BE_GOOD or base.is_usable for base in mine)
+        logs = [directory / kind for kind in (LOG_DIR, LOSSY_DIR) if kinds.get(kind) == "dir"]
+        if not has_bases and any(_holds_segments(self._filesystem, log) for log in logs):
+            inventory.logged.add(number)
+        if TIMELINE_RECORD in entries:
+            return
+        if has_bases:
+            # The timeline was opened once. A lost record must not make its bases unreachable.
+            inventory.problems.append((directory / TIMELINE_RECORD, "is missing"))
+            inventory.timelines[number] = None
+        else:
+            inventory.abandoned.append(number)
+
+    def _timeline_record(
+        self, number: int, path: PurePath, entry: DirEntry
+    ) -> TimelineRecord | None:
+        record = self._known.get(number, entry)
+        if record is not None:
+            return record
+        record = self._record(path, TimelineRecord)
+        if record is not None and not _plausible(record, number):
+            self.inventory.problems.append((path, "belongs to another timeline"))
+            return None
+        # Only plausible records are remembered: a damaged one may be restored by hand meanwhile.
+        if record is not None:
+            self._known.put(entry, record)
+        return record
+
+    def _bases(self, number: int, directory: PurePath) -> list[BaseFound]:
+        """Return the bases of a timeline, damaged ones included."""
+        found = []
+        for entry in self._filesystem.scan(directory):
+            step = parse_base(entry.name)
+            if step is None:
+                continue
+            base = BaseId(number, step)
+            path = directory / entry.name
+            if entry.kind != "dir":
+                reason = f"{path} {not_a_directory(entry.kind)}"
+                found.append(BaseFound(base, path, "damaged", None, reason, ()))
+                continue
+            try:
+                one = scan_base(self._filesystem, self._path, base)
+            except FileNotFoundError:
+                # Deleted meanwhile: the whole scan is repeated.
+                raise
+            except OSError as error:
+                # The other bases may still be readable.
+                reason = f"cannot be read: {error.strerror or error}"
+                one = BaseFound(base, path, "damaged", None, reason, ())
+            found.append(one)
+            if one.audit_problem is not None:
+                self.inventory.problems.append((one.path, one.audit_problem))
+        return found
+
+    def _record(self, path: PurePath, kind: type[_Record]) -> _Record | None:
+        problems: list[str] = []
+        record = _try(self._filesystem, path, kind, problems)
+        self.inventory.problems += [(path, problem) for problem in problems]
+        return record
+
+    def _note_unreachable(self, number: int, path: PurePath, kind: str) -> None:
+        """Record a path of a timeline that should be a directory and is not."""
+        self.inventory.unreachable.setdefault(number, {})[path] = not_a_directory(kind)
+        self.inventory.problems.append((path, not_a_directory(kind)))
 
 
 def bases_keeping_log(bases: Iterable[BaseFound]) -> list[BaseId]:
@@ -349,6 +458,7 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
     status: BaseStatus = "committed"
     markers: dict[int, Marker] = {}
     if manifest is None:
+        # All markers make a base as good as its manifest would, which is a function of them.
         status = "complete"
         markers = _markers(filesystem, path, names, base, problems)
         manifest = manifest_of(markers)
@@ -380,75 +490,6 @@ def _scan_condemned(
         return BaseFound(base, path, "condemned", None, None, files)
     audit = _audit(filesystem, path, manifest)[0] if AUDIT_RECORD in names else None
     return BaseFound(base, path, "condemned", manifest, None, files, audit)
-
-
-def _scan_timeline(
-    filesystem: FileSystem,
-    inventory: Inventory,
-    number: int,
-    directory: PurePath,
-    known: TimelineCache,
-) -> None:
-    entries = {entry.name: entry for entry in filesystem.scan(directory)}
-    names = {name: entry.kind for name, entry in entries.items()}
-    inventory.names[number] = frozenset(names)
-    if TIMELINE_RECORD in names:
-        entry = entries[TIMELINE_RECORD]
-        record = known.get(number, entry)
-        if record is None:
-            path = directory / TIMELINE_RECORD
-            record = _record(filesystem, path, TimelineRecord, inventory)
-            if record is not None and not _plausible(record, number):
-                inventory.problems.append((path, "belongs to another timeline"))
-                record = None
-            if record is not None:
-                known.put(entry, record)
-        inventory.timelines[number] = record
-    for kind in (BASE_DIR, LOG_DIR, LOSSY_DIR):
-        if names.get(kind, "dir") != "dir":
-            _note_unreachable(inventory, number, directory / kind, names[kind])
-    found = filesystem.scan(directory / BASE_DIR) if names.get(BASE_DIR) == "dir" else []
-    before = len(inventory.bases)
-    for entry in found:
-        step = parse_base(entry.name)
-        if step is None:
-            continue
-        base = BaseId(number, step)
-        if entry.kind != "dir":
-            path = directory / BASE_DIR / entry.name
-            reason = not_a_directory(entry.kind)
-            inventory.bases.append(BaseFound(base, path, "damaged", None, f"{path} {reason}", ()))
-            continue
-        try:
-            one = scan_base(filesystem, inventory.path, base)
-            inventory.bases.append(one)
-            if one.audit_problem is not None:
-                inventory.problems.append((one.path, one.audit_problem))
-        except FileNotFoundError:
-            raise
-        except OSError as error:  # the other bases may still be readable
-            reason = f"cannot be read: {error.strerror or error}"
-            path = directory / BASE_DIR / entry.name
-            inventory.bases.append(BaseFound(base, path, "damaged", None, reason, ()))
-    mine = inventory.bases[before:]
-    has_bases = any(base.status in _MAY_BE_GOOD or base.is_usable for base in mine)
-    logs = [directory / kind for kind in (LOG_DIR, LOSSY_DIR) if names.get(kind) == "dir"]
-    if not has_bases and any(_holds_segments(filesystem, log) for log in logs):
-        inventory.logged.add(number)
-    if TIMELINE_RECORD in names:
-        return
-    if has_bases:
-        # The timeline was opened once. A lost record must not make its bases unreachable.
-        inventory.problems.append((directory / TIMELINE_RECORD, "is missing"))
-        inventory.timelines[number] = None
-    else:
-        inventory.abandoned.append(number)
-
-
-def _note_unreachable(inventory: Inventory, number: int, path: PurePath, kind: str) -> None:
-    """Record a path of a timeline that should be a directory and is not."""
-    inventory.unreachable.setdefault(number, {})[path] = not_a_directory(kind)
-    inventory.problems.append((path, not_a_directory(kind)))
 
 
 def not_a_directory(kind: str) -> str:
@@ -519,15 +560,6 @@ def _base_of(marker: Marker) -> BaseId:
 
 def _plausible(record: TimelineRecord, number: int) -> bool:
     return record.timeline == number and (record.parent is None or record.parent < number)
-
-
-def _record(
-    filesystem: FileSystem, path: PurePath, kind: type[_Record], inventory: Inventory
-) -> _Record | None:
-    problems: list[str] = []
-    record = _try(filesystem, path, kind, problems)
-    inventory.problems += [(path, problem) for problem in problems]
-    return record
 
 
 @functools.lru_cache(_KNOWN_MAX)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from everstep.errors import DamageError, FormatError
 from everstep.format.names import marker_name
 from everstep.format.reader import read_body, read_record_bytes
+from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
@@ -17,6 +18,7 @@ from everstep.seams.progress import ProgressSink
 
 __all__ = ["Damage", "Verdict", "verify_base"]
 
+_BAD = (DamageError, FormatError, OSError)
 
 _UNFIT = (
     "the bytes are as they were written, but when the ranks wrote the base they disagreed about "
@@ -68,34 +70,58 @@ def verify_base(
             errors as :class:`OpenBase`.
     """
     assert base.manifest is not None
-    damages = [Damage(str(base.path), None, base.problem)] if base.problem else []
-    entries = size_bytes = 0
-
-    def note(path: str, error: Exception) -> None:
-        entry = error.entry if isinstance(error, DamageError) else None
-        if isinstance(error, OSError):
-            message = error.strerror or str(error)
-        else:
-            message = error.message if isinstance(error, FormatError | DamageError) else str(error)
-        damages.append(Damage(path, entry, message, isinstance(error, OSError)))
-
+    found = _Reading(filesystem, base, ring, timeout_s, progress)
     for marker in base.manifest.markers:
-        record_path = base.path / marker_name(marker.rank)
+        found.read_marker(marker)
+        found.read_files(marker.rank)
+    # The meaning of damaged bytes would only add noise.
+    if not found.damages:
+        found.check(contents, [marker.rank for marker in base.manifest.markers])
+    return Verdict(found.entries, found.size_bytes, tuple(found.damages))
+
+
+class _Reading:
+    """One reading of all files of a base."""
+
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        base: BaseFound,
+        ring: ChunkRing,
+        timeout_s: float,
+        progress: ProgressSink,
+    ) -> None:
+        self._filesystem = filesystem
+        self._base = base
+        self._ring = ring
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self.damages = [Damage(str(base.path), None, base.problem)] if base.problem else []
+        self.entries = 0
+        self.size_bytes = 0
+
+    def read_marker(self, marker: Marker) -> None:
+        """Compare a marker on disk with that in the manifest."""
+        path = self._base.path / marker_name(marker.rank)
         try:
-            if read_record_bytes(filesystem, record_path) != marker.encode():
-                raise DamageError(f"{record_path}: differs from the marker listed in the manifest")
-        except (DamageError, FormatError, OSError) as error:
-            note(str(record_path), error)
+            if read_record_bytes(self._filesystem, path) != marker.encode():
+                raise DamageError(f"{path}: differs from the marker listed in the manifest")
+        except _BAD as error:
+            self._note(str(path), error)
+
+    def read_files(self, rank: int) -> None:
+        """Read every byte of a rank's files."""
         try:
-            opened = OpenBase.open(filesystem, base, marker.rank)
-        except (DamageError, FormatError, OSError) as error:
+            opened = OpenBase.open(self._filesystem, self._base, rank)
+        except _BAD as error:
             of = error.filename if isinstance(error, OSError) else error.path
-            note(str(of or base.path), error)
-            continue
+            self._note(str(of or self._base.path), error)
+            return
         try:
             for file, record, header, path in opened.files:
-                entries += len(header.placed)
-                size_bytes += record.length
+                self.entries += len(header.placed)
+                self.size_bytes += record.length
+                # All damaged entries of a file are listed, not only the first.
                 found: list[DamageError] = []
                 try:
                     read_body(
@@ -103,33 +129,43 @@ def verify_base(
                         header,
                         record,
                         path,
-                        ring,
-                        timeout_s=timeout_s,
-                        progress=progress,
+                        self._ring,
+                        timeout_s=self._timeout_s,
+                        progress=self._progress,
                         on_damage=found.append,
                     )
-                except (DamageError, FormatError, OSError) as error:
-                    note(str(path), error)
+                except _BAD as error:
+                    self._note(str(path), error)
                 for damage in found:
-                    note(str(path), damage)
-        except (DamageError, FormatError, OSError) as error:
-            note(str(base.path), error)
+                    self._note(str(path), damage)
+        except _BAD as error:
+            self._note(str(self._base.path), error)
         finally:
             opened.close()
-    if not damages:
+
+    def check(self, contents: Callable[[Sequence[OpenBase]], object], ranks: list[int]) -> None:
+        """Check the meaning of the bytes, with the files of all ranks open at once."""
+        base = self._base
         try:
             with contextlib.ExitStack() as stack:
-                ranks = []
-                for marker in base.manifest.markers:
-                    ranks.append(OpenBase.open(filesystem, base, marker.rank))
-                    stack.callback(ranks[-1].close)
-                contents(ranks)
-        except (DamageError, FormatError, OSError) as error:
-            if len(base.manifest.markers) == 1 or isinstance(error, OSError):
-                note(str(base.path), error)
+                opened = []
+                for rank in ranks:
+                    opened.append(OpenBase.open(self._filesystem, base, rank))
+                    stack.callback(opened[-1].close)
+                contents(opened)
+        except _BAD as error:
+            if len(ranks) == 1 or isinstance(error, OSError):
+                self._note(str(base.path), error)
             else:
                 problem = f"{_UNFIT}: {error.message}"
-                damages.append(
-                    Damage(str(base.path), getattr(error, "entry", None), problem, unfit=True)
-                )
-    return Verdict(entries, size_bytes, tuple(damages))
+                entry = getattr(error, "entry", None)
+                self.damages.append(Damage(str(base.path), entry, problem, unfit=True))
+
+    def _note(self, path: str, error: DamageError | FormatError | OSError) -> None:
+        entry = error.entry if isinstance(error, DamageError) else None
+        if isinstance(error, OSError):
+            # No bytes came back, so nothing is known about them: the storage may recover.
+            problem = error.strerror or str(error)
+            self.damages.append(Damage(path, entry, problem, unreadable=True))
+        else:
+            self.damages.append(Damage(path, entry, error.message))

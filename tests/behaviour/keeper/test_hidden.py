@@ -184,6 +184,16 @@ class Found:
         self.other = False
         self.tries = 0
 
+    @property
+    def is_current(self) -> bool:
+        return self.there
+
+    def release(self) -> None:
+        """Nothing is registered."""
+
+    def refresh_times(self) -> None:
+        """There are no files."""
+
     def again(self) -> socket.socket | None:
         self.tries += 1
         if self.fails is not None:
@@ -222,8 +232,7 @@ def b(
     run_folder: Path, clock: ManualClock, found: Found, disk: HookedFileSystem
 ) -> Iterator[Bench]:
     """A server that is found as ``found`` says."""
-    asked = {"found": lambda: found.there, "again": found.again}
-    with bench(run_folder, clock=clock, filesystem=disk, **asked) as made:
+    with bench(run_folder, clock=clock, filesystem=disk, registration=found) as made:
         found.bench = made
         yield made
         disk.hook = lambda op, path: None

@@ -95,8 +95,8 @@ def test_it_is_looked_whether_the_training_process_lives(
     with bench(run_folder) as b:
         b.trainer().serve()
         guest = b.guest()
-        assert b.server._trainer is not None
-        monkeypatch.setattr(b.server._trainer.watch, "ended", lambda: gone)
+        assert b.server.trainer is not None
+        monkeypatch.setattr(b.server.trainer.watch, "ended", lambda: gone)
         hello = {"protocol": PROTOCOL, "arena_bytes": 4096, "timeout_s": 1.0, "idle": True}
         guest.send({"kind": "attach", **hello})
         b.turn()

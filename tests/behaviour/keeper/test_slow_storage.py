@@ -26,7 +26,6 @@ from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist import job_committer as commits_module
 from everstep.keeper.persist.job_committer import JobCommitter
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.retain.history import HistoryFlush
 from everstep.keeper.ship.couriers import Couriers
 from everstep.link.job_session import JobSession
@@ -36,6 +35,7 @@ from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.stalls import StallTimer, wait_while_active
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.requests import Replies
 from everstep.trainer.log.disk_log import DiskLog
 from tests.support.log.every_step import World
@@ -112,7 +112,7 @@ def test_a_slow_disk_is_not_called_hung(run_folder: Path) -> None:
 def test_a_slow_disk_with_a_log_on_it_is_not_called_hung(history: str, run_folder: Path) -> None:
     log = LogOptions(to="disk", batch_steps=1, lag_steps=0, history=history)
     ckpt, world, fs, told = slow_run(run_folder, method="logged", log=log)
-    assert isinstance(inspect(ckpt).keeper, LocalKeeper)
+    assert isinstance(inspect(ckpt).keeper, ThreadKeeper)
     records = inspect(ckpt).keeper.records
     assert records is not None
     for step in range(1, 8):
@@ -196,7 +196,7 @@ class Told:
 
 def commits_of(one: RankTraining) -> JobCommitter:
     keeper = inspect(one.ckpt).keeper
-    assert isinstance(keeper, LocalKeeper)
+    assert isinstance(keeper, ThreadKeeper)
     commits = keeper.committer
     assert isinstance(commits, JobCommitter)
     return commits
@@ -383,10 +383,11 @@ def test_a_keeper_that_writes_the_log_first_says_that_it_is_at_work(
     log, gate = store
     moving, told = Moving(6, gate.open), list[Any]()
     monkeypatch.setattr(LogStore, "moves", property(lambda self: moving()))
-    logs = Logs(Seams(), PurePath("/run"), ChunkRing(2, 1))
+    logs = Logs(Seams(), PurePath("/run"), ChunkRing(2, 1), lambda: None)
     logs._current = log
-    trainer = AttachedTrainer(SimpleNamespace(send=told.append), 1, log.arena)  # type: ignore[arg-type]
-    ((arena, index),) = logs.recall(trainer, own=True, timeout_s=SHORT_S)
+    connection: Any = SimpleNamespace(send=told.append)
+    trainer = AttachedTrainer(connection, 1, log.arena, timeout_s=SHORT_S)
+    ((arena, index),) = logs.recall(trainer, own=True)
     assert arena is log.arena
     assert index
     assert told

@@ -57,16 +57,16 @@ def saved_and_killed(
     ckpt.resume()
     wanted = stepped(ckpt, world)
     if gate is not None:
-        until(lambda: served.server._keeper is not None)
-        assert served.server._keeper is not None
-        served.server._keeper._jobs.put(gate.wait_at)
+        until(lambda: served.server.duties.writer is not None)
+        assert served.server.duties.writer is not None
+        served.server.duties.writer.queue(gate.wait_at)
     save = ckpt.save()
     inspect(ckpt).saver.finish_captures()
     if gate is None:
         save.durable.result(TIMEOUT_S)
     die(ckpt)
     # Whoever is there still writes over the memory of what has failed: it is held only then.
-    until(lambda: served.server._trainer is None)
+    until(lambda: served.server.trainer is None)
     return wanted
 
 
@@ -180,9 +180,9 @@ def test_damaged_memory_is_noticed(
     world.state["plain"]["seen"] = 7
     ckpt = opened(served_on.run, world)
     ckpt.resume()
-    until(lambda: served_on.server._duties.timeline == 2)
-    assert served_on.server._keeper is not None
-    served_on.server._keeper._jobs.put(gate.wait_at)
+    until(lambda: served_on.served == 2)
+    assert served_on.server.duties.writer is not None
+    served_on.server.duties.writer.queue(gate.wait_at)
     second = stepped(ckpt, world)
     ckpt.save()
     inspect(ckpt).saver.finish_captures()
@@ -337,7 +337,7 @@ def test_what_a_keeper_says_of_a_timeline_that_is_over(
     first.resume()
     stepped(first, world)
     first.save().durable.result(TIMEOUT_S)
-    keeper = served.server._duties.keeper
+    keeper = served.server.duties.writer
     assert keeper is not None
     until(lambda: not keeper.waiting)  # cleaning up is over, too
     inventory = inventory_of(served.run)

@@ -16,10 +16,10 @@ from everstep.errors import OptionError
 from everstep.format.names import marker_name, parse_segment
 from everstep.keeper.log import segment_queue
 from everstep.keeper.log.segment_queue import AutoBatch, Batch
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, Seams, WriteFile
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from tests.support.cadence import MB, Run
 from tests.support.logged import World, opened, segments_of
 from tests.support.ranks.logs import ON_DISK, resumed
@@ -118,7 +118,7 @@ class Training:
     @property
     def records(self) -> Any:
         keeper = inspect(self.ckpt).keeper
-        assert isinstance(keeper, LocalKeeper)
+        assert isinstance(keeper, ThreadKeeper)
         assert keeper.records is not None
         return keeper.records
 
@@ -302,7 +302,7 @@ def test_a_keeper_process_says_what_it_chose(run_folder: Path) -> None:
             ckpt.save()
             ckpt.wait()
             stats = ckpt.stats()
-            current = served.server._duties.logs.current
+            current = served.server.duties.logs.current
             assert current is not None
             assert isinstance(current.segments.batch, AutoBatch)
             assert (stats.log_batch_steps or 0) >= 1

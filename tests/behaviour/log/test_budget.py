@@ -20,10 +20,10 @@ from everstep.errors import (
     RecoveryError,
 )
 from everstep.keeper.log.segment_queue import SegmentQueue
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.log_records import ENDED
 from everstep.options import Budget, LogOptions
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.session.cadence import FIRST_STEPS
 from tests.support.log.budget import Trained, assert_rebuilt, spans
 from tests.support.logged import World, invoke, rebuilder_of, segments_of
@@ -41,7 +41,7 @@ def day_bytes(tmp_path_factory: pytest.TempPathFactory) -> float:
         run.train(FIRST_STEPS + 1)
         forecast = run.ckpt.stats().forecast_bytes_per_day
         keeper = inspect(run.ckpt).keeper
-        assert isinstance(keeper, LocalKeeper)
+        assert isinstance(keeper, ThreadKeeper)
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
         run.train(1)  # what was written is counted when more comes
@@ -128,7 +128,7 @@ def test_memory_of_records_is_kept_until_they_are_written(run_folder: Path) -> N
             run.train(3)
             recorder, keeper = inspect(run.ckpt).recorder, inspect(run.ckpt).keeper
             assert recorder is not None
-            assert isinstance(keeper, LocalKeeper)
+            assert isinstance(keeper, ThreadKeeper)
             recorder.disk.stop()
             run.train(2)
             run.ckpt.save()
@@ -152,7 +152,7 @@ def test_records_of_a_step_without_a_mark_are_waited_for_by_nobody(
         run.train(3)
         recorder, keeper = inspect(run.ckpt).recorder, inspect(run.ckpt).keeper
         assert recorder is not None
-        assert isinstance(keeper, LocalKeeper)
+        assert isinstance(keeper, ThreadKeeper)
         with monkeypatch.context() as patched:  # as if there were no memory for it
             patched.setattr(recorder, "_copy_now", lambda *args: None)
             run.train(1)

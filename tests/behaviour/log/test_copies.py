@@ -66,9 +66,8 @@ def trained_with_copies(
     options, more = TierOptions(str(copies), **place), ON_DISK if disk else {}
 
     def took(step: int) -> bool:
-        return duties.couriers is not None and all(
-            (one.taken_step or 0) >= step for one in duties.couriers.logs
-        )
+        couriers = duties.copies.couriers
+        return couriers is not None and all((one.taken_step or 0) >= step for one in couriers.logs)
 
     def hook(op: str, path: PurePath) -> None:
         """A base lets go of the memory of the steps before it: not before they were taken."""
@@ -77,7 +76,7 @@ def trained_with_copies(
             assert wait_for(lambda: took(int(path.parent.name)))
 
     with serving(run, filesystem=HookedFileSystem(hook)) as bench:
-        duties = bench.server._duties
+        duties = bench.server.duties
         world = World()
         ckpt = opened(run, world, tiers=[options], **more)
         ckpt.resume()
@@ -86,14 +85,14 @@ def trained_with_copies(
             states |= run_steps(ckpt, world, 1)
             inspect(ckpt).saver.finish_captures()
             assert wait_for(lambda at=step: took(at))  # type: ignore[misc]
-        couriers = duties.couriers
+        couriers, writer = duties.copies.couriers, duties.writer
         assert couriers is not None
-        assert duties.keeper is not None
-        assert wait_for(lambda: not duties.keeper.waiting)  # type: ignore[union-attr]
+        assert writer is not None
+        assert wait_for(lambda: not writer.waiting)
         assert wait_for(lambda: not any(one.busy for one in couriers.bases.values()))
         die(ckpt)
         assert wait_for(lambda: all(one.courier.stats.step == STEPS for one in couriers.logs))
-        stats = bench.server._duties.keeper.stats  # type: ignore[union-attr]
+        stats = bench.server.duties.writer.stats  # type: ignore[union-attr]
         couriers.add_to(stats)
     if not disk:
         shutil.rmtree(run)
@@ -278,8 +277,8 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
 
     turns = threading.Semaphore(0)
 
-    def pass_on(self: Duties, channel: Any) -> None:
-        passed_on(self, channel)
+    def pass_on(self: Duties) -> None:
+        passed_on(self)
         turns.release()
 
     def open_slowly(*about: Any, **more: Any) -> int:

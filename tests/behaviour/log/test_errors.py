@@ -88,7 +88,7 @@ PLACES = {
     "waiting for copies": "everstep.capture.lanes.lane:CpuTransfer.gate",
     "encoding": "everstep.trainer.log.recorder:encode",
     "copying a mark": "everstep.capture.lanes.devices:DeviceLane.copy_now",
-    "telling the keeper": "everstep.keeper.persist.local_keeper:LocalKeeper.log",
+    "telling the keeper": "everstep.trainer.attach.keeper:ThreadKeeper.log",
     "a mark": "everstep.trainer.log.declared_updates:DeclaredUpdates.samples",
 }
 IN_THE_LANE = ("taking pages", "in the lane", "encoding", "telling the keeper")

@@ -117,8 +117,8 @@ def test_a_flipped_bit_in_memory_ends_the_replay_before_it(served: Bench) -> Non
     states = run_steps(ckpt, world, 6)
     inspect(ckpt).saver.finish_captures()
     die(ckpt)
-    until(lambda: served.server._duties.logs.current is not None)
-    log = served.server._duties.logs.current
+    until(lambda: served.server.duties.logs.current is not None)
+    log = served.server.duties.logs.current
     assert log is not None
     until(lambda: any((r.head.kind, r.head.step) == ("mark", 6) for r in log.records()))
     log.settle(TIMEOUT_S)
@@ -171,8 +171,8 @@ def test_a_log_that_hangs_is_said_to(served: Bench) -> None:
     world = World()
     ckpt = opened(served.run, world)
     ckpt.resume()
-    until(lambda: served.server._duties.logs.current is not None)
-    log = served.server._duties.logs.current
+    until(lambda: served.server.duties.logs.current is not None)
+    log = served.server.duties.logs.current
     assert log is not None
     gate = Gate()
     log._thread.submit(gate.wait_at)

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import everstep
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import LogOptions
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.world import TIMEOUT_S
 
@@ -22,7 +22,7 @@ def test_what_a_step_has_recorded_so_far_is_not_lost(run_folder: Path) -> None:
         states = run_steps(ckpt, world, 3)
         world.train()
         keeper = inspect(ckpt).keeper
-        assert isinstance(keeper, LocalKeeper)
+        assert isinstance(keeper, ThreadKeeper)
         assert keeper.records is not None
         inspect(ckpt).saver.finish_captures()
         keeper.records.flush()  # behind the update of step 4, before its mark

@@ -180,7 +180,7 @@ def test_nothing_grows_with_the_steps(served: Bench) -> None:
         run(ckpt, world, 2 * PATTERNS + 5)
         ckpt.wait()
         assert layouts_alive() < before + 100
-        trainer = served.server._trainer
+        trainer = served.server.trainer
         assert trainer is not None
         assert len(trainer.log_layouts) <= recent.COUNT_MAX
 
@@ -197,7 +197,7 @@ def test_a_base_over_several_steps_with_more_patterns_than_are_remembered(
     states = run(ckpt, world, 40)
     inspect(ckpt).saver.finish_captures()
     ckpt.wait()
-    trainer = served.server._trainer
+    trainer = served.server.trainer
     assert trainer is not None
     assert len(trainer.log_layouts) == 2
     assert said["redo"] >= said["log_layout"] > 10

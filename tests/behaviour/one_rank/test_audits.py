@@ -209,7 +209,7 @@ def test_with_nothing_to_audit_the_log_goes_on_undisturbed(run: Path, tmp_path: 
     train(alone, World(), 1)
     for path in (alone, run):
         made, posted = make_auditor(path, settle=lambda path=path: settled.append(path))
-        made._audit()
+        made.audit()
         made.close()
         assert not posted
     assert settled == [run]
@@ -291,7 +291,7 @@ def test_along_a_fork(run: Path) -> None:
 
 def test_it_is_written_down_and_is_evidence(run: Path) -> None:
     auditor, posted = make_auditor(run)
-    auditor._audit()
+    auditor.audit()
     assert not posted
     recovery = resumed(run)
     assert recovery.exact
@@ -308,7 +308,7 @@ def record_of_disk(run: Path, step: int = 10) -> AuditRecord:
 def test_a_difference_is_an_error_and_the_end_of_exactness(run: Path) -> None:
     spoil(run, 10)
     auditor, posted = make_auditor(run)
-    auditor._audit()
+    auditor.audit()
     (error,) = posted
     assert isinstance(error, AuditError)
     assert error.step == 10
@@ -519,10 +519,10 @@ def test_nothing_is_started_where_there_is_nothing_to_compare(
     """A process that imports torch to find that out is not for nothing."""
     keep(run, record_of(run))
     auditor, _ = make_auditor(run, None)
-    auditor._audit()
+    auditor.audit()
     for step in (4, 8, 10):
         shutil.rmtree(base_dir(run, 1, step))
-    auditor._audit()
+    auditor.audit()
     assert not blocked.made
 
 
@@ -562,7 +562,7 @@ def test_a_base_that_is_gone_by_then(run: Path) -> None:
             return Ended(0, data, "", 1.0)
 
     auditor, posted = make_auditor(run, Late)
-    auditor._audit()
+    auditor.audit()
     assert not list(run.rglob(AUDIT_RECORD))
     assert len(posted) == 1  # it was wrong all the same
 
@@ -578,7 +578,7 @@ def test_after_another_process_has_taken_over(run: Path) -> None:
             return Ended(0, data, "", 1.0)
 
     auditor, posted = make_auditor(run, Fenced)
-    auditor._audit()
+    auditor.audit()
     assert not posted
     assert not list(run.rglob(AUDIT_RECORD))
 
@@ -637,7 +637,7 @@ def test_where_there_is_none(
 ) -> None:
     world, ckpt = a_trainer(served, **options)
     trained(world, ckpt, 5)
-    assert served.server._duties.auditor is None
+    assert served.server.duties.audits.auditor is None
     ckpt.close()
     assert not blocked.made
 

@@ -28,9 +28,9 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.seams import ManualClock, Seams
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from tests.support.world import (
     TIMEOUT_S,
     Gate,
@@ -59,7 +59,7 @@ def until_written(ckpt: everstep.Checkpointer) -> None:
     """All bases that were taken are durable or have failed, and that was reported; nobody has been
     told yet."""
     keeper, waited = inspect(ckpt).keeper, threading.Event()
-    assert isinstance(keeper, LocalKeeper)
+    assert isinstance(keeper, ThreadKeeper)
     deadline_s = time.monotonic() + TIMEOUT_S
     while keeper.waiting:
         assert time.monotonic() < deadline_s
@@ -380,7 +380,7 @@ def test_a_write_that_hangs(method: str, run_folder: Path) -> None:
     with opened(run_folder, {"n": 1}, fs=fs, **options) as ckpt:
         ckpt.step()
         keeper = inspect(ckpt).keeper
-        assert isinstance(keeper, LocalKeeper)
+        assert isinstance(keeper, ThreadKeeper)
         writer = keeper.committer.writer
         assert writer.timeout_s == TIMEOUT_S
         fs.hook = raising(gate.wait_at, "write", "*.safetensors.tmp")

@@ -15,12 +15,12 @@ import everstep
 from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError, RecoveryError, StorageError
 from everstep.format.names import CONDEMNED, DELETING, MANIFEST
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.retain.deletion import delete_base
 from everstep.run.folder import open_timeline
 from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from tests.support.world import (
     HookedFileSystem,
     base_folder,
@@ -124,7 +124,7 @@ def test_the_older_one_can_no_longer_delete(run_folder: Path) -> None:
         newer.step()
         newer.save()
         keeper = inspect(older).keeper
-        assert isinstance(keeper, LocalKeeper)
+        assert isinstance(keeper, ThreadKeeper)
         with pytest.raises(FencedError, match="has taken the run over"):
             keeper.committer.retain()
     assert base_folder(run_folder, 2, timeline=2).is_dir()

@@ -19,11 +19,11 @@ from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.segment_queue import Batch
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.log_records import RECORD_BYTES, record_memory_bytes
 from everstep.link.pool import CapturePool
 from everstep.options import Budget, KeeperOptions
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.log.log_memory import LogMemory, LogTarget
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, acquiring, opened, raising
 
@@ -224,7 +224,7 @@ def logging_options(run: Path, host_bytes: int, **more: Any) -> dict[str, Any]:
 def held_by(ckpt: everstep.Checkpointer) -> int:
     """Bytes of plain data that the log of a keeper in this process holds."""
     keeper = inspect(ckpt).keeper
-    assert isinstance(keeper, LocalKeeper)
+    assert isinstance(keeper, ThreadKeeper)
     assert keeper.records is not None
     keeper.records.settle(TIMEOUT_S)
     return sum(_size(record.objects) for record in keeper.records.records())

@@ -16,8 +16,8 @@ from torch import nn
 
 from everstep import KeeperOptions
 from everstep.errors import EverstepError, FencedError, KeeperError
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.serving import Bench, die, serving
 from tests.support.takeover import opened, until
@@ -51,10 +51,9 @@ def served(run_folder: Path) -> Iterator[Bench]:
 def settle(keeper: object) -> None:
     """The thread of a keeper in this process has done what it was told so far: it does not clean up
     in a folder that is put back, which it would report, and rightly."""
-    assert isinstance(keeper, LocalKeeper)
+    assert isinstance(keeper, ThreadKeeper)
     done = threading.Event()
-    keeper._start()
-    keeper._jobs.put(done.set)
+    keeper.queue(done.set)
     assert done.wait(TIMEOUT_S)
 
 
@@ -84,7 +83,7 @@ def trained(
         return recovery.step, states
     if recovery.step + steps:
         server: Any = served.server
-        until(lambda: not server._duties.keeper.waiting)
+        until(lambda: not server.duties.writer.waiting)
     die(ckpt)
     return recovery.step, states
 

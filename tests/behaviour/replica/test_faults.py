@@ -215,7 +215,7 @@ def test_a_keeper_that_is_told_to_end_before_its_trainer_is_gone_loses_no_step(
         served.server.end()
         until(lambda: replica.target == 3, "the beginning of the end")
         die(ckpt)
-        until(lambda: served.server._trainer is None, "the death of the trainer")
+        until(lambda: served.server.trainer is None, "the death of the trainer")
     until(lambda: steps_on_disk(served.run) == [1, 3], "the last base")
     with base_of(served.run, 3) as found:
         assert bytes(found.bytes_of("model/0.weight")) == states[3]["0.weight"]
@@ -410,11 +410,11 @@ def test_its_memory_is_counted(served: Bench) -> None:
     touched_bytes = inspect(ckpt).keepers.pool.touched_bytes
     ckpt.save().durable.result(20)
     assert ckpt.stats().host_bytes >= touched_bytes + size_bytes
-    before = served.server._status()["arena_bytes"]
+    before = served.server.status()["arena_bytes"]
     assert before >= touched_bytes + size_bytes
     die(ckpt)
-    until(lambda: served.server._status()["trainer"] is None)
-    assert served.server._status()["arena_bytes"] == before
+    until(lambda: served.server.status()["trainer"] is None)
+    assert served.server.status()["arena_bytes"] == before
 
 
 @pytest.mark.parametrize("by", ["marks", "asks"])
@@ -686,7 +686,7 @@ def test_closing_takes_what_no_replica_can_make(why: str, steps: int, run_folder
             ckpt.wait()
             until_at(served, 1)
             server: Any = served.server
-            replica = server._duties.replicas.replica
+            replica = server.duties.replicas.replica
             with replica.access.exclusive():
                 replica.reset()  # as where a state differs
         states |= run_steps(ckpt, world, steps - 1)

@@ -9,9 +9,9 @@ import torch
 
 from everstep import Checkpointer, KeeperOptions
 from everstep.errors import EverstepError, StateError
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.state.training_state import State
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 
 
 def test_keys_and_objects_are_fixed_plain_values_are_not() -> None:
@@ -39,12 +39,13 @@ def test_a_bug_in_background_retention_loses_no_later_save(
     ckpt.step()
     ckpt.save().durable.result(30)
     ckpt.wait(30)
-    assert isinstance(inspect(ckpt).keeper, LocalKeeper)
+    keeper = inspect(ckpt).keeper
+    assert isinstance(keeper, ThreadKeeper)
 
-    def broken(post: object) -> None:
+    def broken() -> None:
         raise bug("a bug")
 
-    monkeypatch.setattr(inspect(ckpt).keeper._retention, "run", broken)
+    monkeypatch.setattr(keeper.committer, "retain", broken)
     for _ in range(2):
         ckpt.step()
         ckpt.save().durable.result(30)

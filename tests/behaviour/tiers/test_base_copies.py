@@ -26,7 +26,6 @@ from everstep.errors import (
 from everstep.format.names import CONDEMNED, RUN_RECORD
 from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.ship import base_copies as copies_module
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
 from everstep.keeper.ship.courier import Courier
@@ -43,6 +42,7 @@ from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.rate import HOUR_S, ObjectRate
+from everstep.trainer.attach.keeper import ThreadKeeper
 from tests.support.copying import FOREVER, Interloper, contents, put, train, wait_for
 from tests.support.world import flip
 
@@ -712,7 +712,7 @@ def test_a_keeper_does_not_end_before_it_has_heard_of_the_last_base(run_folder: 
     with Checkpointer(run_folder, {"model": model}, every=1, keeper=in_thread) as ckpt:
         ckpt.resume()
         keeper = inspect(ckpt).keeper
-        assert isinstance(keeper, LocalKeeper)
+        assert isinstance(keeper, ThreadKeeper)
         keeper._on_done = lambda base: seen.append([one.step for one in keeper.waiting])
         ckpt.step()
         keeper.wait(None)

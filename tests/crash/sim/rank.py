@@ -96,14 +96,7 @@ class SimRank:
         self._todo: deque[Any] = deque()
         self._busy = False
         self._spare: BaseId | None = None
-        self._files = RankDisk(
-            self.disk,
-            RUN,
-            rank,
-            write_shards=self._write_shards,
-            read_shards=self._read_shards,
-            unique=self.name,
-        )
+        self._files = RankDisk(self.disk, RUN, rank, self, unique=self.name)
         world = len(job.nodes)
         self.agreement = Agreement(
             rank,
@@ -394,7 +387,7 @@ class SimRank:
         except OSError:
             return None
 
-    def _write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
+    def write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
         marker, data = self.memory[base]
         directory = base_dir(RUN, base.timeline, base.step)
         ensure_dirs(self.disk, directory.parent)
@@ -403,7 +396,7 @@ class SimRank:
         write_durably(self.disk, directory / shard_name(self.rank), data)
         return marker.files
 
-    def _read_shards(self, base: BaseId) -> str:
+    def read_shards(self, base: BaseId) -> str:
         directory = base_dir(RUN, base.timeline, base.step)
         try:
             path = directory / marker_name(self.rank)

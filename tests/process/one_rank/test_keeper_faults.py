@@ -39,7 +39,7 @@ from tests.support.following import until
 from tests.support.keeper_process import PRELUDE, finish, start
 from tests.support.leftovers import MARK, processes_marked
 from tests.support.lost_keepers import keeper_of, stopped
-from tests.support.serving import die, serving
+from tests.support.serving import Place, die, serving
 from tests.support.world import (
     TIMEOUT_S,
     Gate,
@@ -313,7 +313,7 @@ def test_who_has_closed_finds_no_keeper(run_folder: Path) -> None:
         waiting.append(bool(thread and thread.is_alive()))
 
     world = World()
-    with serving(run_folder, leave=leave):
+    with serving(run_folder, registration=Place(release=leave)):
         with opened(run_folder, world) as ckpt:
             ckpt.step()
             ckpt.save()
@@ -419,7 +419,7 @@ def test_what_becomes_durable_as_the_time_ends_is_waited_for(
         if process:
             holding, go_on = stopped(keeper.pid), lambda: os.kill(keeper.pid, signal.SIGCONT)
         else:
-            keeper._jobs.put(gate.wait_at)
+            keeper.queue(gate.wait_at)
             holding, go_on = nullcontext(), gate.open
         with holding:
             save = saved(ckpt, world, snapshots)
@@ -431,7 +431,7 @@ def test_what_becomes_durable_as_the_time_ends_is_waited_for(
             def late() -> None:
                 go_on()
                 save.durable.result(TIMEOUT_S)
-                until(lambda: not keeper._waiting, "it is still waited for")
+                until(lambda: not keeper.waiting, "it is still waited for")
                 check()
 
             monkeypatch.setattr(inspect(ckpt).channel, "check", late)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.testing import inspect
+from everstep.trainer.attach.keeper import ThreadKeeper
 from tests.support.logged import World, opened, rebuilder_of, segments_of
 from tests.support.world import TIMEOUT_S, forget
 
@@ -43,7 +43,7 @@ class Trained:
 
     def settle(self) -> None:
         keeper = inspect(self.ckpt).keeper
-        assert isinstance(keeper, LocalKeeper)
+        assert isinstance(keeper, ThreadKeeper)
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
 

@@ -120,11 +120,11 @@ def test_when_nobody_comes_it_becomes_durable_before_the_keeper_ends(run_folder:
         park(one, 1, 5)
         one.die()
         b.turn()
-        assert not b.server._over()
+        assert not b.server.is_over()
         clock.advance(11.0)
-        assert not b.server._over()  # it has begun to write
+        assert not b.server.is_over()  # it has begun to write
         b.settled()
-        assert b.server._over()
+        assert b.server.is_over()
         assert b.committed() == {(1, 5)}
 
 
@@ -134,9 +134,9 @@ def test_everstep_stop_makes_it_durable(b: Bench) -> None:
     park(one, 1, 5)
     b.turn(5)
     b.server.end()
-    assert not b.server._over()
+    assert not b.server.is_over()
     b.settled()
-    assert b.server._over()
+    assert b.server.is_over()
     assert b.committed() == {(1, 5)}
 
 
@@ -151,7 +151,7 @@ def test_one_of_a_timeline_that_is_over_is_not_written_by_another(b: Bench) -> N
     two.die()
     b.server.end()
     b.settled()
-    assert b.server._over()
+    assert b.server.is_over()
     assert b.committed() == set()
 
 
@@ -160,7 +160,7 @@ def test_what_is_not_there_cannot_be_persisted(b: Bench) -> None:
     one.serve()
     one.say("persist", number=7)
     b.turn(5)
-    assert b.server._trainer is None
+    assert b.server.trainer is None
 
 
 def test_nor_is_one_that_the_same_process_has_gone_back_from(b: Bench) -> None:
@@ -171,7 +171,7 @@ def test_nor_is_one_that_the_same_process_has_gone_back_from(b: Bench) -> None:
     one.die()
     b.server.end()
     b.settled()
-    assert b.server._over()
+    assert b.server.is_over()
     assert b.committed() == set()
 
 
@@ -186,7 +186,7 @@ def test_nor_is_one_that_lies_in_other_memory(b: Bench) -> None:
     two.die()
     b.server.end()
     b.settled()
-    assert b.server._over()
+    assert b.server.is_over()
     assert b.committed() == set()
 
 
@@ -197,7 +197,7 @@ def test_what_is_handed_over_while_it_looks_around_is_waited_for(
     one = b.trainer()
     one.serve()
     b.turn(2)
-    keeper, replicas = b.server._keeper, b.replicas
+    keeper, replicas = b.server.duties.writer, b.replicas
     assert keeper is not None
 
     def hands_over() -> bool:
@@ -207,7 +207,7 @@ def test_what_is_handed_over_while_it_looks_around_is_waited_for(
 
     monkeypatch.setattr(replicas, "finish", hands_over)
     b.server.end()
-    b.server._duties.stopping = False  # it is no new capture of training's
+    b.server.duties.bases.stopping = False  # it is no new capture of training's
     assert not b.over()
     monkeypatch.undo()
     one.fill(1)
@@ -228,5 +228,5 @@ def test_what_is_over_may_be_said_again(b: Bench) -> None:
     one.await_("done")
     one.say("persist", number=1, again=True)
     b.turn(5)
-    assert b.server._trainer is not None
+    assert b.server.trainer is not None
     assert b.committed() == {(1, 5)}

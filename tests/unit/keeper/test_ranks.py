@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from everstep.commit.base_commit import (
     GatherMarkers,
     ManifestDurable,
     MarkersSeen,
+    WriteFiles,
     WriteManifest,
     WriteMarker,
 )
@@ -89,13 +92,13 @@ def disk(fs: SimFileSystem, rank: int = 0, *, fence: Fence | None = None) -> Ran
         path = base_dir(RUN, base.timeline, base.step) / shard_name(rank)
         return "" if str(path) in fs.paths() else "it is gone"
 
-    own = f"rank {rank}"
-    return RankDisk(fs, RUN, rank, write_shards=write, read_shards=read, unique=own, fence=fence)
+    files: Any = SimpleNamespace(write_shards=write, read_shards=read)
+    return RankDisk(fs, RUN, rank, files, unique=f"rank {rank}", fence=fence)
 
 
 def write_part(fs: SimFileSystem, rank: int = 0, base: BaseId = BASE) -> RankDisk:
     one = disk(fs, rank)
-    one._write_shards(base)
+    one.perform(Perform(base, WriteFiles()))
     one.perform(Perform(base, WriteMarker(marker(rank, base))))
     return one
 
@@ -163,7 +166,7 @@ def test_what_is_offered_is_durable(fs: SimFileSystem) -> None:
     """A rank died when its marker had its name, and before that was synced."""
     directory = base_dir(RUN, 1, 10)
     one = disk(fs)
-    one._write_shards(BASE)
+    one.perform(Perform(BASE, WriteFiles()))
     path = directory / marker_name(0)
     file = fs.create(temporary(path))
     file.write(memoryview(marker(0).encode()), 0)
@@ -181,7 +184,7 @@ def test_markers_are_durable_before_the_manifest_is_there(fs: SimFileSystem) -> 
     """On each state that a power loss may leave, whoever has the manifest has the markers."""
     one = write_part(fs)
     other = disk(fs, rank=1)
-    other._write_shards(BASE)
+    other.perform(Perform(BASE, WriteFiles()))
     path = base_dir(RUN, 1, 10) / marker_name(1)
     file = fs.create(temporary(path))
     file.write(memoryview(marker(1).encode()), 0)

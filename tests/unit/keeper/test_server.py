@@ -28,7 +28,7 @@ from everstep.run.folder import open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams, failpoints
 from everstep.seams.network.sockets import close_descriptors, connect_stream
-from tests.support.serving import OBJECT, Bench, Hand, bench, contents_of, oracle
+from tests.support.serving import OBJECT, Bench, Hand, Place, bench, contents_of, oracle
 from tests.support.world import Gate, HookedFileSystem
 
 PAGE = 4096
@@ -243,8 +243,8 @@ def test_what_the_audit_refused_never_comes_back(b: Bench) -> None:
     one.take(1, 5, kinds=kinds)
     one.await_("done")
     gate = Gate()
-    assert b.server._keeper is not None
-    b.server._keeper._jobs.put(gate.wait_at)
+    assert b.server.duties.writer is not None
+    b.server.duties.writer.queue(gate.wait_at)
     one.take(2, 6, offset=BASE, word=1, kinds=kinds)  # "a" is another one than at step 5
     one.die()
     gate.open()
@@ -281,8 +281,8 @@ def test_what_the_audit_never_saw_is_audited_when_it_is_asked_for(
     one.take(1, 5, kinds=kinds)
     one.await_("done")
     gate = Gate()
-    assert d.server._keeper is not None
-    d.server._keeper._jobs.put(gate.wait_at)
+    assert d.server.duties.writer is not None
+    d.server.duties.writer.queue(gate.wait_at)
     disk.hook = full
     one.take(2, 6, offset=BASE, word=1, kinds=kinds)
     one.die()
@@ -420,8 +420,8 @@ def test_settled_is_said_when_earlier_captures_are_over(b: Bench) -> None:
     one.serve()
     b.turn(2)
     gate = Gate()
-    assert b.server._keeper is not None
-    b.server._keeper._jobs.put(gate.wait_at)
+    assert b.server.duties.writer is not None
+    b.server.duties.writer.queue(gate.wait_at)
     one.take(1, 5)
     one.die()
     two = b.trainer()
@@ -445,14 +445,14 @@ def test_nobody_is_served_before_earlier_captures_are_over(b: Bench) -> None:
     one.serve()
     b.turn(2)
     gate = Gate()
-    assert b.server._keeper is not None
-    b.server._keeper._jobs.put(gate.wait_at)
+    assert b.server.duties.writer is not None
+    b.server.duties.writer.queue(gate.wait_at)
     one.take(1, 5)
     one.die()
     two = b.trainer()
     two.serve(parent=None)
     b.turn(4)
-    assert b.server._trainer is None, "it was to settle first"
+    assert b.server.trainer is None, "it was to settle first"
     gate.open()
     b.settled()
 
@@ -503,7 +503,7 @@ def test_attaching_twice_is_no_way_out(b: Bench) -> None:
     one.take(1, 5)
     one.say("attach", protocol=PROTOCOL, arena_bytes=PAGE, timeout_s=1.0)
     b.turn(6)
-    assert b.server._trainer is None
+    assert b.server.trainer is None
     assert recalled(b)[1] == oracle(one.plans[1])
 
 
@@ -582,7 +582,9 @@ def test_its_files_are_kept_from_whoever_cleans_up(run_folder: Path) -> None:
     """Of those it was found by nobody any more, and the log in its memory was lost."""
     clock, hours = ManualClock(), list[float]()
     with bench(
-        run_folder, clock=clock, refresh_times=lambda: hours.append(clock.monotonic_s())
+        run_folder,
+        clock=clock,
+        registration=Place(refresh_times=lambda: hours.append(clock.monotonic_s())),
     ) as b:
         b.trainer()
         for _ in range(5):
@@ -604,8 +606,8 @@ def test_linger(run_folder: Path) -> None:
         one.serve()
         b.turn(2)
         gate = Gate()
-        assert b.server._keeper is not None
-        b.server._keeper._jobs.put(gate.wait_at)
+        assert b.server.duties.writer is not None
+        b.server.duties.writer.queue(gate.wait_at)
         one.take(1, 5)
         one.die()
         clock.advance(100.0)
@@ -621,8 +623,8 @@ def test_stop_ends_it_when_all_is_written(b: Bench) -> None:
     one.serve()
     b.turn(2)
     gate = Gate()
-    assert b.server._keeper is not None
-    b.server._keeper._jobs.put(gate.wait_at)
+    assert b.server.duties.writer is not None
+    b.server.duties.writer.queue(gate.wait_at)
     one.take(1, 5)
     guest = b.guest()
     guest.send({"kind": "stop"})
@@ -644,10 +646,10 @@ def test_its_status_counts_the_memory_that_is_taken(b: Bench) -> None:
     """An arena is reserved as large as the budget; half of the memory of the machine, mostly."""
     one = b.trainer(pages=(1 << 40) // PAGE)
     one.serve()
-    before = b.server._status()["arena_bytes"]
+    before = b.server.status()["arena_bytes"]
     one.take(1, 5)
     one.await_("done")
-    assert BASE <= b.server._status()["arena_bytes"] - before < 1 << 30
+    assert BASE <= b.server.status()["arena_bytes"] - before < 1 << 30
 
 
 # --- Guests -----------------------------------------------------------------------------
@@ -662,7 +664,7 @@ def test_half_a_message_holds_nobody_up(b: Bench) -> None:
     one.await_("done")
     guest._stream._socket.sendall(b"\x00\x00")
     b.turn(2)
-    assert b.server._trainer is not None
+    assert b.server.trainer is not None
 
 
 def test_guests_that_say_nothing_do_not_fill_the_house(run_folder: Path) -> None:
@@ -680,7 +682,7 @@ def test_guests_that_say_nothing_do_not_fill_the_house(run_folder: Path) -> None
         assert answer[0]["trainer"] == os.getpid()
         clock.advance(60.0)
         b.turn(2)
-        assert len(b.server._selector.get_map()) <= 3, "listener, trainer, its death"
+        assert b.server.connections.count <= 3, "listener, trainer, its death"
         assert one.hear("replaced") == []
 
 
@@ -734,7 +736,7 @@ def test_guests_leave_most_descriptors_to_the_keeper(run_folder: Path) -> None:
     try:
         guests = [server.guest() for _ in range(20)]
         server.turn(3)
-        assert len(server.server._selector.get_map()) == 1 + 32 // 4, "the listener, and guests"
+        assert server.server.connections.count == 1 + 32 // 4, "the listener, and guests"
         assert len(guests) == 20
     finally:
         server.close()
@@ -836,8 +838,8 @@ def test_the_errors_of_one_trainer_are_not_told_to_the_next(
     one.serve()
     d.turn(2)
     gate = Gate()
-    assert d.server._keeper is not None
-    d.server._keeper._jobs.put(gate.wait_at)
+    assert d.server.duties.writer is not None
+    d.server.duties.writer.queue(gate.wait_at)
     one.take(1, 5)
     one.begin(2, 6, offset=BASE, word=1)
     disk.hook = full
@@ -869,16 +871,14 @@ def test_abandoned_twice_is_abandoned(b: Bench, stream: bool) -> None:
     one.serve()
     b.turn(2)
     gate = Gate()
-    assert b.server._keeper is not None
-    b.server._keeper._jobs.put(gate.wait_at)
+    assert b.server.duties.writer is not None
+    b.server.duties.writer.queue(gate.wait_at)
     one.begin(1, 5, stream=stream)
     one.fill(1)
     one.say("abandon", number=1, error=error_to_wire(AuditError("torn", step=5)))
     one.die()
     gate.open()
     b.settled()
-    assert b.server._keeper._thread is not None
-    assert b.server._keeper._thread.is_alive()
     two, contents, _ = recalled(b)
     assert contents is None
     two.serve()
@@ -1011,5 +1011,5 @@ def test_who_comes_back_to_a_keeper_finds_its_port_free(b: Bench) -> None:
         one.say("serve", timeline=one.timeline, keep=3, verified=None, seat=job_session)
         b.turn(2)
         one.die()
-    b.until(lambda: b.server._trainer is None)
-    b.server._duties.settle()
+    b.until(lambda: b.server.trainer is None)
+    b.server.duties.settle()

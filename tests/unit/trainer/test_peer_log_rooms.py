@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from everstep.arena import PAGE_BYTES
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
+from everstep.format.writer import ChunkRing
 from everstep.keeper.process.duties import Duties
 from everstep.link.log_records import RECORD_BYTES
 from everstep.link.pool import Block
+from everstep.seams import Seams
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.budget.host_memory import peer_log_bytes
@@ -167,32 +170,30 @@ def test_the_bound_of_logs_is_printed() -> None:
     assert "log" not in peer_notice(PeerOptions(), info, 4_000_000)
 
 
-@pytest.mark.parametrize(("sends_log", "drops_at"), [(False, [1, 2, 3]), (True, [3])])
+@pytest.mark.parametrize(("at_peers", "drops_at"), [(False, [1, 2, 3]), (True, [3])])
 def test_logs_of_earlier_timelines_stay_until_a_base_is_with_all_peers(
-    sends_log: bool, drops_at: list[int]
+    at_peers: bool, drops_at: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or, where that never comes to pass, until two more are durable."""
     dropped: list[int] = []
     bases = [1, 2, 3]
-    duties: Any = SimpleNamespace(
-        timeline=2,
-        _bases_durable=0,
-        peers=SimpleNamespace(sends_log=sends_log),
-        logs=SimpleNamespace(drop_older=lambda timeline: dropped.append(bases[0])),
-        stats=dict,
-    )
+    ring = ChunkRing(1, 1)
+    duties = Duties(Seams(), tmp_path, ring)
+    monkeypatch.setattr(duties.logs, "drop_older", lambda timeline: dropped.append(bases[0]))
+    monkeypatch.setattr(duties, "stats", dict)
     told: list[dict[str, Any]] = []
-    trainer: Any = SimpleNamespace(send=told.append)
+    timeline: Any = SimpleNamespace(number=2, trainer=SimpleNamespace(send=told.append))
     while bases:
-        Duties._drop_older(duties, 2)
+        duties.logs.base_durable(2, at_peers=at_peers)
         bases.pop(0)
     assert dropped == drops_at
     bases.append(0)
-    Duties._on_everywhere(duties, trainer, BaseId(1, 9))
+    duties.base_at_peers(timeline, BaseId(1, 9))
     assert dropped == drops_at, "of the timeline before: that of the start is not with them"
-    Duties._on_everywhere(duties, trainer, BaseId(2, 9))
+    duties.base_at_peers(timeline, BaseId(2, 9))
     assert dropped == [*drops_at, 0]
     assert [one["base"] for one in told] == [9]
+    ring.close()
 
 
 def test_steps_that_nothing_on_disk_has() -> None:

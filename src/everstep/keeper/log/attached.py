@@ -20,6 +20,7 @@ class AttachedTrainer:
     Attributes:
         watch: process watch; works even if another process holds the socket.
         arena: shared memory created for this process.
+        timeout_s: seconds without progress after which this process takes a transfer for hung.
         captures: captures in progress by number, until they are durable or have failed.
         objects: chunks of encoded objects received so far, by capture number and object name.
         layouts: layouts by number, as messages encode them.
@@ -28,10 +29,11 @@ class AttachedTrainer:
         detaching: True after the process asked to detach and waits for the keeper to finish.
     """
 
-    def __init__(self, connection: Connection, pid: int, arena: Arena) -> None:
+    def __init__(self, connection: Connection, pid: int, arena: Arena, *, timeout_s: float) -> None:
         self.connection = connection
         self.watch = PidWatch(pid)
         self.arena = arena
+        self.timeout_s = timeout_s
         self.captures: dict[int, Capture] = {}
         self.objects: dict[int, dict[str, bytearray]] = {}
         self.layouts: dict[int, dict[str, Any]] = {}

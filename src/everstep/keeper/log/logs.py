@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,13 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import open_segments
-from everstep.link.channel import BackgroundChannel
 from everstep.link.log_records import receive_layout
 from everstep.link.messages import identity_from_wire
 from everstep.run.fence import timeline_bytes
 from everstep.seams import FileSystem, Seams
 
 if TYPE_CHECKING:
+    from everstep.keeper.process.duty import Handler, ServedTimeline
     from everstep.link.keeper_stats import KeeperStats
 
 __all__ = [
@@ -74,11 +74,19 @@ class Logs:
 
     A process that is killed before its first base needs the logs of earlier processes.
 
+    Args:
+        on_record: called before each record of the attached process.
+
     Attributes:
         served_timelines: records of the served timelines, to detect a restored folder.
     """
 
-    def __init__(self, seams: Seams, run: PurePath, ring: ChunkRing) -> None:
+    def __init__(
+        self, seams: Seams, run: PurePath, ring: ChunkRing, on_record: Callable[[], None]
+    ) -> None:
+        self._on_record = on_record
+        self._timeout_s = 0.0
+        self._bases_durable = 0
         self._seams = seams
         self._run = run
         self._ring = ring
@@ -90,23 +98,18 @@ class Logs:
         # The writing thread drops older logs while the serving thread reads or adds some.
         self._lock = threading.Lock()
 
-    def serve(
-        self,
-        trainer: AttachedTrainer,
-        channel: BackgroundChannel,
-        message: dict[str, Any],
-        timeout_s: float,
-    ) -> bool:
-        """Open the log of a new timeline.
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """Handlers of messages about the log."""
+        return {
+            "log_layout": self._add_layout,
+            "log": self._add,
+            "forget_log": self._forget,
+            "log_to_disk": self._to_disk,
+        }
 
-        Args:
-            message: the ``serve`` message; its ``log`` field says whether and how the log goes to
-                disk.
-
-        Returns:
-            True if logs of this timeline or of higher numbers belonged to another history; they
-            were dropped.
-        """
+    def serve(self, timeline: ServedTimeline) -> None:
+        """Open the log of a timeline; its ``log`` setting says whether the log goes to disk."""
         if self._current is not None:
             if self._current.empty:
                 self._current.close()
@@ -114,43 +117,36 @@ class Logs:
                 # The new process may resume from these records.
                 with self._lock:
                     self._older.append((self._timeline, self._current))
-        to_disk = message.get("log")
-        self._timeline = message["timeline"]
+        trainer = timeline.trainer
+        to_disk = timeline.settings.get("log")
+        self._timeline = number = timeline.number
+        self._timeout_s = timeline.timeout_s
+        self._bases_durable = 0
         segments = open_segments(
             self._seams,
             self._run,
             self._ring,
             to_disk,
-            None if to_disk is None else identity_from_wire(message["identity"]),
-            channel.post,
-            lambda number: trainer.send({"kind": "logged", "upto": number}),
-            timeout_s=timeout_s,
+            None if to_disk is None else identity_from_wire(timeline.settings["identity"]),
+            timeline.channel.post,
+            lambda upto: trainer.send({"kind": "logged", "upto": upto}),
+            timeout_s=timeline.timeout_s,
         )
-        self._current = LogStore(trainer.arena, segments)
-        served = self._timeline
-        if not self.served_timelines.start_timeline(served):
-            return False
-        self._drop(lambda number: number >= served)
-        return True
+        self._current = timeline.log = LogStore(trainer.arena, segments)
+        if timeline.put_back:
+            self._drop(lambda older: older >= number)
 
-    def on_message(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
-        """Handle ``log_layout``, ``log``, ``forget_log`` or ``log_to_disk``.
+    def _add_layout(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
+        receive_layout(trainer.log_layouts, message)
 
-        Raises:
-            KeeperError: the message is invalid.
-        """
-        kind = message["kind"]
-        if kind == "log_layout":
-            receive_layout(trainer.log_layouts, message)
-        elif kind == "log_to_disk":
-            if self._current is not None and self._current.arena is trainer.arena:
-                self._current.to_disk(bool(message["on"]))
-        elif kind == "forget_log":
-            for log in self._all():
-                if log.arena is trainer.arena:
-                    log.forget(message["upto"])
-        else:
-            self._add(trainer, message)
+    def _to_disk(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
+        if self._current is not None and self._current.arena is trainer.arena:
+            self._current.to_disk(bool(message["on"]))
+
+    def _forget(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
+        for log in self._all():
+            if log.arena is trainer.arena:
+                log.forget(message["upto"])
 
     def add_to(self, stats: KeeperStats) -> None:
         """Add the figures of the current log to ``stats``."""
@@ -173,6 +169,19 @@ class Logs:
         steps = [log.steps for log in self._all() if log.segments.in_memory_only]
         return max((one[1] for one in steps if one is not None), default=None)
 
+    def base_durable(self, timeline: int, *, at_peers: bool) -> None:
+        """Drop the logs before a base of this timeline that is durable on all ranks. Called in the
+        writing thread.
+
+        Args:
+            at_peers: peers hold the log, too. Then recovery from the loss of a node needs the log
+                before the first base that all peers hold: it is dropped after two more durable
+                bases at the latest.
+        """
+        self._bases_durable += 1
+        if not at_peers or self._bases_durable > 2:
+            self.drop_older(timeline)
+
     def drop_older(self, timeline: int) -> None:
         """Drop the logs of older timelines: a base of this timeline is durable. Called in any
         thread.
@@ -187,9 +196,7 @@ class Logs:
         for log in over:
             log.close()
 
-    def recall(
-        self, trainer: AttachedTrainer, *, own: bool, timeout_s: float
-    ) -> Iterator[tuple[Arena, bytes]]:
+    def recall(self, trainer: AttachedTrainer, *, own: bool) -> Iterator[tuple[Arena, bytes]]:
         """Yield arena and index of each log, oldest first (see
         :meth:`.log_store.LogStore.to_wire`).
 
@@ -203,7 +210,7 @@ class Logs:
             if (log.arena is not trainer.arena or own) and not log.empty:
                 # Now: as soon as the new process opens its timeline, the fence forbids this.
                 log.flush()
-                log.settle(timeout_s, trainer.send_progress)
+                log.settle(trainer.timeout_s, trainer.send_progress)
                 index: bytes = msgpack.packb(log.to_wire())
                 yield log.arena, index
 
@@ -225,18 +232,19 @@ class Logs:
         if self._current is not None:
             self._current.flush()
 
-    def settle(self, timeout_s: float) -> None:
+    def settle(self) -> None:
         """Wait until the current log is on disk up to its last step mark, if it goes to disk.
 
         Raises:
-            DeadlineError: no progress for ``timeout_s``.
+            DeadlineError: no progress for too long.
         """
         if self._current is not None:
             self._current.flush()
-            self._current.settle(timeout_s)
+            self._current.settle(self._timeout_s)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, *, timeout_s: float = 0.0) -> None:
         """End all threads after their pending work."""
+        self.flush()
         for log in self._all():
             try:
                 log.settle(timeout_s)
@@ -250,6 +258,7 @@ class Logs:
         return [*older, *([] if self._current is None else [self._current])]
 
     def _add(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
+        self._on_record()
         objects = message["objects"]
         if objects is None:
             # Too large for one message: sent before, as chunks under the negative record number.

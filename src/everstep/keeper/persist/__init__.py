@@ -10,5 +10,4 @@ this order:
 ``job_committer``  the commit together with other ranks: deadlines, retries
 ``rank_disk``      disk operations of such a commit
 ``job_link``       messages between the keepers of a job
-``local_keeper``   all of this as a thread of the training process
 """

@@ -8,7 +8,6 @@ and no longer waited for.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import deque
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.base_commit import WriteFiles, WriteManifest, WriteMarker
+from everstep.commit.base_commit import WriteFiles, WriteMarker
 from everstep.commit.job.actions import (
     BaseDamaged,
     BaseDurable,
@@ -44,17 +43,13 @@ from everstep.errors import (
 )
 from everstep.format.names import base_dir
 from everstep.format.plan import BasePlan
-from everstep.format.records import FileRecord, Marker
+from everstep.format.records import FileRecord
 from everstep.format.writer import Written
 from everstep.keeper.persist.committer import Timeline, is_committed
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.keeper.persist.shard_writer import ShardWriter
-from everstep.keeper.retain.history import history_windows
 from everstep.restore.fetch.rank_offers import verify_rank
-from everstep.run.fence import Fence
-from everstep.run.scan import scan_run
-from everstep.seams.failpoints import failpoint
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body
@@ -99,6 +94,24 @@ class _Work:
     error: BaseException | None = None
 
 
+class _Errors:
+    """Errors of background work, of which some would be repeated as often as an action is.
+
+    Args:
+        post: receives each error.
+    """
+
+    def __init__(self, post: Callable[[EverstepError], None]) -> None:
+        self.post = post
+        self._posted: set[str] = set()
+
+    def post_once(self, error: EverstepError) -> None:
+        """Post an error unless one with the same message was posted."""
+        if error.message not in self._posted:
+            self._posted.add(error.message)
+            self.post(error)
+
+
 class JobCommitter:
     """Commits one rank's bases of one timeline (:class:`.committer.Committer`).
 
@@ -118,16 +131,16 @@ class JobCommitter:
         self.writer = writer
         self.link = link
         self._timeline = timeline
-        self._clock = timeline.seams.clock
-        self._post = post
+        self._errors = _Errors(post)
         session = link.session
         timeout_s = timeline.timeout_s
         # Take over from a silent leader well before the deadline, so that the deadline error can
         # name the ranks whose markers are missing.
         pace = Pace(take_over_s=min(_TAKE_OVER_S, timeout_s / 2), late_s=timeout_s)
         cluster = Cluster(session.disks)
+        self._disk = RankDisk.of(timeline, session, self)
         # A replacement keeper continues the commits of the lost one: its markers are on disk.
-        kept = self._markers_of(timeline.number) if session.again else {}
+        kept = self._disk.markers_of(timeline.number) if session.again else {}
         self._member = (
             Coordinator(
                 cluster,
@@ -150,24 +163,12 @@ class JobCommitter:
                 kept=kept,
             )
         )
-        filesystem = timeline.seams.filesystem
-        self._disk = RankDisk(
-            filesystem,
-            timeline.run,
-            session.rank,
-            write_shards=self._write_shards,
-            read_shards=self._read_shards,
-            unique=f"{session.session}-{session.rank}",
-            history_window=history_windows(timeline.seams, timeline.history),
-            fence=Fence(filesystem, timeline.run, timeline.number),
-        )
         # One condition guards the state machine: the keeper's threads and the message thread use
         # it.
         self._changed = Condition()
         self._works: dict[BaseId, _Work] = {}
         self._again: list[Perform] = []  # actions to repeat, as the disk has refused them
         self._withdrawing: dict[BaseId, str] = {}  # bases to withdraw, with the reason
-        self._reported: set[str] = set()  # messages of errors that were posted
         self._released = self._closing = self._in_vain = False
         self._late: BaseId | None = None  # base that waits for silent ranks
         # Other ranks may wait for bases that were lost with this rank's previous keeper.
@@ -184,7 +185,7 @@ class JobCommitter:
     ) -> tuple[Written, ...]:
         """Write this rank's files of a base; wait until the base is committed on all ranks."""
         base = BaseId(plan.identity.timeline, plan.identity.step)
-        work = _Work(plan, bodies, progress, self._clock.running_s())
+        work = _Work(plan, bodies, progress, self._timeline.seams.clock.running_s())
         with self._changed:
             if is_committed(self.writer, base):
                 return ()
@@ -274,7 +275,7 @@ class JobCommitter:
         if self._member.fenced is not None:
             work.error = self._member.fenced
             return True
-        waited_s = self._clock.running_s() - work.since_s
+        waited_s = self._timeline.seams.clock.running_s() - work.since_s
         # With a marker on disk the base may still become durable: the next start finds out.
         if self._released and (work.marked or not work.begun):
             work.error = StateError(
@@ -329,13 +330,13 @@ class JobCommitter:
                     # Only when the mailbox is empty: a rank that has ended may have left messages.
                     self._in_vain = data is None and self._is_in_vain()
                     # At each turn, as deadlines and take-overs must work without messages.
-                    self._absorb(self._member.tick(self._clock.running_s()))
+                    self._absorb(self._member.tick(self._timeline.seams.clock.running_s()))
                     self._try_again()
                     self._changed.notify_all()
             except BaseException as error:
                 # An exception would end this thread, and with it all later commits.
                 _log.exception("internal error in the commits of rank %d", self.link.session.rank)
-                self._post_once(EverstepError(f"internal error in commits: {error!r}"))
+                self._errors.post_once(EverstepError(f"internal error in commits: {error!r}"))
 
     def _try_again(self) -> None:
         """Repeat actions and withdrawals that the disk has refused."""
@@ -364,10 +365,6 @@ class JobCommitter:
         if self._member.fenced is not None:
             return []
         try:
-            if isinstance(do.action, WriteMarker):
-                failpoint("save.before_marker")
-            elif isinstance(do.action, WriteManifest):
-                failpoint("save.before_manifest")
             # With the lock held: the machine expects its actions one at a time and in order.
             event = self._disk.perform(do)
         except FencedError as error:
@@ -383,11 +380,9 @@ class JobCommitter:
         if isinstance(do.action, WriteMarker) and work is not None:
             work.marked = True
             # The other ranks get the full time from here on.
-            work.since_s = self._clock.running_s()
-        elif isinstance(do.action, WriteManifest):
-            failpoint("save.after_manifest")
+            work.since_s = self._timeline.seams.clock.running_s()
         elif isinstance(do.action, Withdraw):
-            self._remove_empty(do.base)
+            self._disk.remove_empty(do.base)
         return self._member.done(do.base, event)
 
     def _failed(self, do: Perform, error: OSError | EverstepError) -> list[Out]:
@@ -395,7 +390,7 @@ class JobCommitter:
         ours = self._in_words(do, error)
         if not isinstance(do.action, WriteFiles | WriteMarker):
             self._again.append(do)
-            self._post_once(ours)
+            self._errors.post_once(ours)
             return []
         if do.base in self._works:
             self._works[do.base].error = ours
@@ -405,18 +400,13 @@ class JobCommitter:
         """Remove this rank's marker and files of a base, then tell the other ranks."""
         try:
             self._disk.withdraw(base)
-            self._remove_empty(base)
+            self._disk.remove_empty(base)
         except OSError:
             # Say nothing to the other ranks yet: a marker on disk could still commit the base.
             self._withdrawing[base] = reason
             return []
         self._withdrawing.pop(base, None)
         return self._member.failed(base, reason)
-
-    def _remove_empty(self, base: BaseId) -> None:
-        """Remove the directory of a base; the last rank that withdraws succeeds."""
-        with contextlib.suppress(OSError):
-            self.writer.filesystem.remove_dir(base_dir(self.writer.run, base.timeline, base.step))
 
     def _in_words(self, do: Perform, error: OSError | EverstepError) -> EverstepError:
         directory = base_dir(self.writer.run, do.base.timeline, do.base.step)
@@ -428,16 +418,10 @@ class JobCommitter:
         except EverstepError as ours:
             return ours
 
-    def _post_once(self, error: EverstepError) -> None:
-        """Post an error, but only once however often the action is repeated."""
-        if error.message not in self._reported:
-            self._reported.add(error.message)
-            self._post(error)
-
     def _report(self, out: Out) -> None:
         """Pass the outcome of a base on to the thread that waits for it."""
         if isinstance(out, BaseDamaged):
-            self._post(damaged_after_commit_error(out, self.writer.run))
+            self._errors.post(damaged_after_commit_error(out, self.writer.run))
         elif isinstance(out, BaseDurable | GaveUp | BaseLate):
             self._late = out.base if isinstance(out, BaseLate) else None
             # Nobody waits any more if the save was interrupted.
@@ -453,25 +437,16 @@ class JobCommitter:
 
     # --- Files ---
 
-    def _markers_of(self, timeline: int) -> dict[BaseId, Marker]:
-        """Return this rank's markers of the bases of a timeline."""
-        found = scan_run(self.writer.filesystem, self.writer.run).bases
-        return {
-            base.id: marker
-            for base in found
-            if base.id.timeline == timeline
-            for marker in (base.manifest.markers if base.manifest else base.markers)
-            if marker.rank == self.link.session.rank
-        }
-
-    def _write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
+    def write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
+        """Write this rank's files of a base that a thread waits for."""
         work = self._works[base]
         # From here on the memory is being read: the base can only be withdrawn, not dropped.
         work.begun = True
         work.written = self.writer.write(work.plan, work.bodies, work.progress)
         return tuple(shard.record for shard in work.written)
 
-    def _read_shards(self, base: BaseId) -> str:
+    def read_shards(self, base: BaseId) -> str:
+        """Read this rank's files of a base back; return a description of the damage, or ""."""
         problem = verify_rank(
             self.writer.filesystem,
             self.writer.run,

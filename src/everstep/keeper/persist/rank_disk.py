@@ -6,9 +6,11 @@ Each consists of a few file operations, and a crash may interrupt it anywhere.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import PurePath
+from typing import Protocol
 
 from everstep.commit.base_commit import (
     CheckFence,
@@ -47,8 +49,10 @@ from everstep.format.names import (
 )
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker
+from everstep.keeper.persist.committer import Timeline
 from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
-from everstep.keeper.retain.history import HistoryWindow
+from everstep.keeper.retain.history import HistoryWindow, history_windows
+from everstep.link.job_session import JobSession
 from everstep.restore.fetch.rank_offers import keep_manifest
 from everstep.run.fence import Fence
 from everstep.run.scan import (
@@ -59,22 +63,30 @@ from everstep.run.scan import (
     newest_timeline,
     scan_run,
 )
+from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.durable_files import remove_if_there, temporary, write_durably
 
-__all__ = ["RankDisk"]
+__all__ = ["RankDisk", "RankFiles"]
 
-WriteShards = Callable[[BaseId], tuple[FileRecord, ...]]
-"""Writes this rank's files of a base durably, under their final names."""
 
-ReadShards = Callable[[BaseId], str]
-"""Reads this rank's files of a base back; returns a description of the damage, or ``""``."""
+class RankFiles(Protocol):
+    """Writes and reads this rank's files of a base."""
+
+    def write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
+        """Write the files durably, under their final names."""
+        ...
+
+    def read_shards(self, base: BaseId) -> str:
+        """Read the files back; return a description of the damage, or ``""``."""
+        ...
 
 
 class RankDisk:
     """One rank's disk.
 
     Args:
+        files: writes and reads this rank's files.
         unique: suffix that makes the temporary names of this process unique.
         history_window: reads the steps that the log on this disk must keep reachable; None if only
             bases that are kept anyway have to stay.
@@ -86,9 +98,8 @@ class RankDisk:
         filesystem: FileSystem,
         run: PurePath,
         rank: int,
+        files: RankFiles,
         *,
-        write_shards: WriteShards,
-        read_shards: ReadShards,
         unique: str,
         history_window: Callable[[Inventory], HistoryWindow] | None = None,
         fence: Fence | None = None,
@@ -97,11 +108,24 @@ class RankDisk:
         self._filesystem = filesystem
         self._run = run
         self._rank = rank
-        self._write_shards = write_shards
-        self._read_shards = read_shards
+        self._files = files
         self._unique = unique
         self._history_window = history_window
         self._timelines = TimelineCache()
+
+    @classmethod
+    def of(cls, timeline: Timeline, session: JobSession, files: RankFiles) -> RankDisk:
+        """Return the disk of a rank that writes ``timeline``."""
+        filesystem = timeline.seams.filesystem
+        return cls(
+            filesystem,
+            timeline.run,
+            session.rank,
+            files,
+            unique=f"{session.session}-{session.rank}",
+            history_window=history_windows(timeline.seams, timeline.history),
+            fence=Fence(filesystem, timeline.run, timeline.number),
+        )
 
     def perform(self, do: Perform) -> Event:
         """Carry out one action of a :class:`~everstep.commit.job.member.Member`.
@@ -118,8 +142,9 @@ class RankDisk:
             # Read from the folder; also raises if the folder was put back to an older state.
             return FenceSeen(self._newest() if self._fence is None else self._fence.newest())
         if isinstance(action, WriteFiles):
-            return FilesDurable(self._write_shards(base))
+            return FilesDurable(self._files.write_shards(base))
         if isinstance(action, WriteMarker):
+            failpoint("save.before_marker")
             # The files were synced before: a marker on disk promises that all files of its rank are
             # durable.
             path = directory / marker_name(self._rank)
@@ -135,7 +160,7 @@ class RankDisk:
             self.withdraw(base)
             return Withdrawn()
         if isinstance(action, ReadBack):
-            problem = self._read_shards(base)
+            problem = self._files.read_shards(base)
             # Damage may only look like it: a newer timeline may be deleting the base.
             newest = self._newest() if problem else 0
             return ReadBackDone(problem, newest)
@@ -181,6 +206,21 @@ class RankDisk:
             shard = parse_shard(name.removesuffix(TEMPORARY_SUFFIX))
             if shard is not None and shard[0] == self._rank:
                 remove_if_there(filesystem, directory / name)
+
+    def remove_empty(self, base: BaseId) -> None:
+        """Remove the directory of a base; the last rank that withdraws succeeds."""
+        with contextlib.suppress(OSError):
+            self._filesystem.remove_dir(base_dir(self._run, base.timeline, base.step))
+
+    def markers_of(self, timeline: int) -> dict[BaseId, Marker]:
+        """Return this rank's markers of the bases of a timeline."""
+        return {
+            base.id: marker
+            for base in scan_run(self._filesystem, self._run).bases
+            if base.id.timeline == timeline
+            for marker in (base.manifest.markers if base.manifest else base.markers)
+            if marker.rank == self._rank
+        }
 
     def sweep(self, timeline: int, *, spare: BaseId | None) -> None:
         """Remove the unfinished bases of older timelines on this disk, once every rank trains.
@@ -242,6 +282,7 @@ class RankDisk:
             FencedError: a newer timeline has begun, or has removed this rank's marker.
         """
         marker = marker_name(self._rank)
+        failpoint("save.before_manifest")
         try:
             # Only next to this rank's own marker: if that is missing, a newer timeline has swept
             # the base, and a manifest written now must not count.
@@ -252,6 +293,7 @@ class RankDisk:
                 # timeline opened later finds the manifest.
                 there = marker in {entry.name for entry in self._filesystem.scan(directory)}
                 if there and self._newest() <= base.timeline:
+                    failpoint("save.after_manifest")
                     return ManifestDurable()
         except FileNotFoundError:
             pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
 from everstep.keeper.log.logs import Logs
-from everstep.link.job_session import JobSession
+from everstep.keeper.process.duty import Handler, ServedTimeline
 from everstep.run.audits import describe_audit
 from everstep.run.scan import newest_timeline, scan_run
 from everstep.seams import Clock, Seams
@@ -28,7 +28,7 @@ from everstep.seams.processes.children import Child, Ended
 from everstep.seams.processes.conditions import Condition
 from everstep.tiers.durable_files import write_durably
 
-__all__ = ["CPU_SHARE", "AuditedElsewhere", "Auditor", "auditor_of"]
+__all__ = ["CPU_SHARE", "Auditor", "Audits"]
 
 CPU_SHARE = 0.05
 """Largest share of one core for audits, averaged from the start of one to the start of the next."""
@@ -45,49 +45,53 @@ class _Child(Protocol):
     def kill(self) -> None: ...
 
 
-def auditor_of(
-    job_session: JobSession | None,
-    seams: Seams,
-    run: PurePath,
-    timeline: int,
-    post: Callable[[EverstepError], None],
-    logs: Logs,
-    timeout_s: float,
-) -> Auditor | AuditedElsewhere:
-    """Return this keeper's role in audits.
+class Audits:
+    """The keeper's duty to audit bases, if the trainer asks for it.
 
     Of several ranks that share a disk, only the coordinator's keeper audits: all entries of a base,
-    with the logs of all ranks.
+    with the logs of all ranks. The others keep the log on disk current.
 
-    Args:
-        job_session: place of this rank among several ranks; None for a single rank.
-        post: receives an error when a base differs from the replayed state.
-        timeout_s: seconds without progress after which waiting for the log on disk ends.
+    Attributes:
+        auditor: audits bases; None if another keeper does, or none.
     """
-    if job_session is not None and job_session.rank != COORDINATOR:
-        return AuditedElsewhere(logs)
-    return Auditor(
-        seams.filesystem,
-        run,
-        timeline,
-        seams.clock,
-        post,
-        lambda: logs.settle(timeout_s),
-    )
 
+    handlers: Mapping[str, Handler] = {}
 
-class AuditedElsewhere:
-    """Role of a keeper whose bases another rank's keeper audits: keep the log on disk current."""
-
-    def __init__(self, logs: Logs) -> None:
+    def __init__(self, seams: Seams, run: PurePath, logs: Logs) -> None:
+        self._seams = seams
+        self._run = run
         self._logs = logs
+        self.auditor: Auditor | None = None
+        self._is_audited_elsewhere = False
+
+    def serve(self, timeline: ServedTimeline) -> None:
+        """Start to audit the bases of a timeline, if its settings ask for it."""
+        self.auditor = None
+        wanted = bool((timeline.settings.get("log") or {}).get("audit"))
+        rank = COORDINATOR if timeline.link is None else timeline.link.session.rank
+        self._is_audited_elsewhere = wanted and rank != COORDINATOR
+        if wanted and rank == COORDINATOR:
+            self.auditor = Auditor(
+                self._seams.filesystem,
+                self._run,
+                timeline.number,
+                self._seams.clock,
+                timeline.channel.post,
+                self._logs.settle,
+            )
 
     def base_durable(self) -> None:
-        """Flush the log: the audit of a new base needs all records before it, batched or not."""
-        self._logs.flush()
+        """Have the base audited that has just become durable."""
+        if self.auditor is not None:
+            self.auditor.base_durable()
+        elif self._is_audited_elsewhere:
+            # The audit of a new base needs all records before it, batched or not.
+            self._logs.flush()
 
-    def close(self) -> None:
-        """Do nothing: no audit runs here."""
+    def close(self, *, timeout_s: float = 0.0) -> None:
+        """Kill the audit that is running and discard its result."""
+        if self.auditor is not None:
+            self.auditor.close()
 
 
 class Auditor:
@@ -155,7 +159,7 @@ class Auditor:
     def _work(self) -> None:
         while self._next():
             try:
-                self._audit()
+                self.audit()
             except (EverstepError, OSError) as error:
                 _log.error("the audit failed: %s", error)
             except Exception:
@@ -173,7 +177,8 @@ class Auditor:
                 self._changed.wait(early_s if self._due else None)
             return False
 
-    def _audit(self) -> None:
+    def audit(self) -> None:
+        """Audit the newest base now, in the calling thread."""
         # Checked before the log is settled: settling closes the current segment early.
         if not self._has_two_bases():
             return

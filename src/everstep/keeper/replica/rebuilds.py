@@ -22,6 +22,7 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.persist.base_writer import BaseWriter
+from everstep.keeper.process.duty import Handler, ServedTimeline
 from everstep.keeper.replica.redo_file import add_redo_file
 from everstep.link.assembly import Assembly, PartialUpdate, assembly_from_wire
 from everstep.link.capture import Capture
@@ -44,16 +45,21 @@ class Rebuilds:
         self._run = run
         self._newest_capture = newest_capture
         self._updates: dict[int, list[PartialUpdate]] = defaultdict(list)
+        self._writer: BaseWriter | None = None
         self._threads = 1
         self._thread: IoThreads | None = None
         self._completed = False
 
-    def serve(self, message: Mapping[str, Any]) -> None:
-        """Start a timeline; the message's ``rebuild`` field says whether bases must be
-        assembled.
-        """
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """Handlers of messages about multi-step captures."""
+        return {"redo": self._add_update, "assemble": self._assemble}
+
+    def serve(self, timeline: ServedTimeline) -> None:
+        """Start a timeline; its ``rebuild`` setting says whether bases must be assembled."""
+        self._writer = timeline.writer
         self._updates.clear()
-        wanted = message.get("rebuild")
+        wanted = timeline.settings.get("rebuild")
         if wanted is None:
             return
         self._threads = wanted["threads"]
@@ -63,7 +69,7 @@ class Rebuilds:
             # The import of torch takes seconds; the first base takes a few steps to capture.
             self._thread.submit(_import_torch)
 
-    def update(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
+    def _add_update(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
         """Add an update that a base in progress needs.
 
         Raises:
@@ -78,14 +84,7 @@ class Rebuilds:
             )
         )
 
-    def assemble(
-        self,
-        trainer: AttachedTrainer,
-        message: Mapping[str, Any],
-        capture: Capture,
-        objects: Mapping[str, bytes],
-        keeper: BaseWriter,
-    ) -> None:
+    def _assemble(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
         """Assemble a base, all parts and updates of which have arrived.
 
         From here on the base becomes durable even if the training process dies.
@@ -93,15 +92,24 @@ class Rebuilds:
         Raises:
             KeeperError: the process did not announce multi-step bases.
         """
+        parts = trainer.objects.pop(message["number"], {})
+        capture = trainer.captures.get(message["number"])
+        # It has failed meanwhile: the trainer may already use its memory again.
+        if capture is None or capture.incoming.lost:
+            return
+        writer = self._writer
+        assert writer is not None
+        objects = {name: bytes(data) for name, data in parts.items()}
         updates = self._updates.pop(capture.number, [])
         if self._thread is None:
             raise KeeperError("received a multi-step base from a process that announced none")
         assembly = assembly_from_wire(message, updates)
         capture.assembling = True
         # All ranks commit bases in the same order: reserve this base's place before later ones.
-        if keeper.is_one_of_several:
-            keeper.expect(capture)
-        rebuild = self._thread.submit(self._rebuild, trainer, capture, objects, assembly, keeper)
+        if writer.is_one_of_several:
+            writer.expect(capture)
+        # In the thread: replay takes long, and messages must be answered meanwhile.
+        rebuild = self._thread.submit(self._rebuild, trainer, capture, objects, assembly, writer)
         # Also after an error: other threads wait for this event.
         rebuild.add_done_callback(lambda _: capture.made.set())
 
@@ -126,7 +134,7 @@ class Rebuilds:
         capture: Capture,
         objects: Mapping[str, bytes],
         assembly: Assembly,
-        keeper: BaseWriter,
+        writer: BaseWriter,
     ) -> None:
         """Assemble a base and queue it for writing, in the thread."""
         error: EverstepError | None = None
@@ -148,12 +156,12 @@ class Rebuilds:
         trainer.send({"kind": "rebuilt", "number": capture.number, "whole": error is None})
         if error is not None:
             _log.error("%s", error)
-            keeper.abandon(capture, error)
+            writer.abandon(capture, error)
             return
         self._completed = True
         # Before it is queued: from here on a restarted trainer can recall it from memory.
         self._newest_capture.take(capture, trainer.arena)
-        keeper.captured(capture, objects)
+        writer.captured(capture, objects)
 
     def _rebuilt(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -12,8 +12,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
-from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.persist.base_writer import BaseWriter
+from everstep.keeper.process.duty import Handler, ServedTimeline
 from everstep.keeper.replica.rebuilds import timeline_record
 from everstep.keeper.replica.replica import BaseRequest, Replica, ReplicaLimits
 from everstep.link.capture import Capture
@@ -43,9 +42,7 @@ class ServedReplica:
         self._run = run
         self._newest_capture = newest_capture
         self.replica: Replica | None = None
-        self._keeper: BaseWriter | None = None
-        self._timeline = 0
-        self._trainer: AttachedTrainer | None = None
+        self._served: ServedTimeline | None = None
         # The replica's state while it is held, unchanged, for the next process.
         self._frozen: Capture | None = None
         self._frozen_for: AttachedTrainer | None = None
@@ -73,35 +70,29 @@ class ServedReplica:
         """Memory of the replica; None: it has none."""
         return None if self.replica is None else self.replica.arena
 
-    def serve(
-        self,
-        trainer: AttachedTrainer,
-        message: dict[str, Any],
-        log: LogStore,
-        keeper: BaseWriter,
-        timeout_s: float,
-    ) -> None:
-        """Start a timeline; the message's ``replica`` field says whether it has a replica."""
-        self.close()
-        self._trainer = trainer
-        timeline = message["timeline"]
-        limits = message.get("replica")
-        self._keeper = keeper
-        self._timeline = timeline
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """Handlers of messages about the replica."""
+        return {"ask": self._request_base, "no_replica": lambda trainer, message: self.close()}
+
+    def serve(self, timeline: ServedTimeline) -> None:
+        """Start a timeline; its ``replica`` setting says whether it has a replica."""
+        self._served = timeline
+        limits = timeline.settings.get("replica")
         # A new set: threads of the old replica may still use the old one.
         requested: set[int] = set()
         self._requested = requested
         if limits is None:
             return
         # A requested base will be followed by retention, which may free space for the log.
-        log.segments.bases_expected.append(lambda: bool(requested))
+        timeline.log.segments.bases_expected.append(lambda: bool(requested))
         self.replica = Replica(
-            log,
-            keeper,
-            lambda: timeline_record(self._filesystem, self._run, timeline),
+            timeline.log,
+            timeline.writer,
+            lambda: timeline_record(self._filesystem, self._run, timeline.number),
             ReplicaLimits(limits["size_bytes"], limits["threads"]),
-            _Reports(trainer, keeper, timeline, self._requested),
-            timeout_s=timeout_s,
+            _Reports(timeline, requested),
+            timeout_s=timeline.timeout_s,
         )
 
     def close(self, *, timeout_s: float = 0.0) -> None:
@@ -111,10 +102,9 @@ class ServedReplica:
         self.replica = None
         self._frozen = None
         self._frozen_for = None
-        self._trainer = None
+        self._served = None
 
-    def request_base(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
-        """Handle a request for a base of the replica."""
+    def _request_base(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         # The process did not resume from the frozen state after all: let the replica go on.
         if trainer is self._frozen_for:
             self.arrived()
@@ -122,8 +112,8 @@ class ServedReplica:
         request = BaseRequest(message["number"], message["step"], message["exact"], samples)
         if self.replica is None:
             error = EverstepError("this keeper has no replica", step=request.step)
-            assert self._keeper is not None
-            reports = _Reports(trainer, self._keeper, self._timeline, self._requested)
+            assert self._served is not None
+            reports = _Reports(self._served, self._requested)
             reports.refused([request], error)
             return
         self._requested.add(request.number)
@@ -150,9 +140,9 @@ class ServedReplica:
             trainer: process that may resume from it; None: one that only reads it.
             own: True: freeze it even if it is the replica of ``trainer`` itself.
         """
-        if self.replica is None or (self._trainer is trainer and not own):
+        if self.replica is None or self._served is None:
             return
-        if self._is_one_of_several:
+        if (self._served.trainer is trainer and not own) or self._is_one_of_several:
             return
         frozen = self.replica.freeze()
         if frozen is None or frozen.arena is None:
@@ -193,27 +183,20 @@ class ServedReplica:
         """Notify the trainer that retention after a base of the replica is over. In the writing
         thread.
         """
-        if self._trainer is not None:
-            self._trainer.send({"kind": "retained", "step": base.step})
+        if self._served is not None:
+            self._served.trainer.send({"kind": "retained", "step": base.step})
 
     @property
     def _is_one_of_several(self) -> bool:
-        return self._keeper is not None and self._keeper.is_one_of_several
+        return self._served is not None and self._served.writer.is_one_of_several
 
 
 class _Reports:
     """Reports events of a replica to its training process, and refusals to the other ranks."""
 
-    def __init__(
-        self,
-        trainer: AttachedTrainer,
-        keeper: BaseWriter,
-        timeline: int,
-        requested: set[int],
-    ) -> None:
-        self._trainer = trainer
-        self._keeper = keeper
+    def __init__(self, timeline: ServedTimeline, requested: set[int]) -> None:
         self._timeline = timeline
+        self._trainer = timeline.trainer
         self._requested = requested
 
     def persisted(self, requests: Sequence[BaseRequest], base: Capture) -> None:
@@ -244,7 +227,8 @@ class _Reports:
         for request in requests:
             # Otherwise the other ranks would wait for this rank's files until a timeout.
             reason = f"this rank's replica cannot provide it: {error.message}"
-            self._keeper.committer.refuse(BaseId(self._timeline, request.step), reason)
+            base = BaseId(self._timeline.number, request.step)
+            self._timeline.writer.committer.refuse(base, reason)
         self._trainer.send(
             {
                 "kind": "asks_refused",

@@ -4,7 +4,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,9 @@ from everstep.format.records import Marker
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
-from everstep.keeper.log.attached import AttachedTrainer
-from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.recall_wire import base_from_wire, base_to_wire, log_to_wire
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.wire import error_to_wire
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import files_over
 from everstep.run.scan import scan_base
@@ -34,6 +31,7 @@ from everstep.tiers.options import PeerOptions
 if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases
     from everstep.keeper.persist.job_link import JobLink
+    from everstep.keeper.process.duty import Handler, ServedTimeline
     from everstep.keeper.ship.base_sender import Source
     from everstep.keeper.ship.peer_exchange import PeerExchange
 
@@ -45,22 +43,27 @@ class PeerCopies:
 
     Args:
         newest_capture: the newest capture of this rank; bases are read from it while it is held.
-        timeout_s: seconds without progress after which a peer is reported.
+        on_everywhere: called with each base that all peers hold completely, in a thread.
 
     Attributes:
         store: bases of other ranks (and, with bases in memory, of this one).
         logs: logs of other ranks.
         exchange: sends to the peer and receives from others; None: nothing is exchanged.
         bases: bases of this rank if they live in memory; None: they live on disk.
-        spared: returns bases that disks must keep, however old they are, as peers hold their files.
     """
 
+    handlers: Mapping[str, Handler] = {}
+
     def __init__(
-        self, seams: Seams, run: PurePath, newest_capture: NewestCapture, *, timeout_s: float
+        self,
+        seams: Seams,
+        run: PurePath,
+        newest_capture: NewestCapture,
+        on_everywhere: Callable[[ServedTimeline, BaseId], None],
     ) -> None:
         self._clock = seams.clock
         self._filesystem = seams.filesystem
-        self._timeout_s = timeout_s
+        self._on_everywhere = on_everywhere
         self._run = run
         self._newest_capture = newest_capture
         self._rank = 0
@@ -68,34 +71,17 @@ class PeerCopies:
         self.logs = PeerLogStore()
         self.exchange: PeerExchange | None = None
         self.bases: MemoryBases | None = None
-        self.spared: Callable[[], Iterable[BaseId]] = tuple
 
-    def serve(
-        self,
-        trainer: AttachedTrainer,
-        settings: Mapping[str, Any] | None,
-        link: JobLink | None,
-        log: LogStore,
-        *,
-        timeline: int,
-        verified: BaseId | None,
-        on_everywhere: Callable[[BaseId], None],
-    ) -> None:
+    def serve(self, timeline: ServedTimeline) -> None:
         """Start a timeline.
 
-        Args:
-            trainer: receives notices, and the newest step of the log that the peer holds.
-            settings: ``bound_bytes`` and ``log_bytes``: memory for other ranks' bases and logs;
-                ``bytes_per_s``: maximum rate; ``sends_log``: True if this rank's log is sent, as
-                the ``log`` options say; ``holds``: True if bases of this rank live in memory. None:
-                no rank sends or holds anything.
-            link: link to the keepers of the other ranks; None: there is one rank.
-            log: log of this rank.
-            verified: with one rank: the durable base from which the process continues.
-            on_everywhere: called with each base that all peers hold completely, in a thread.
+        Its ``peers`` setting has ``bound_bytes`` and ``log_bytes``: memory for other ranks' bases
+        and logs; ``bytes_per_s``: maximum rate; ``sends_log``: True if this rank's log is sent, as
+        the ``log`` options say; ``holds``: True if bases of this rank live in memory. Without it no
+        rank sends or holds anything.
         """
-        self.close()
-        self.spared = tuple
+        settings = timeline.settings.get("peers")
+        link = timeline.link
         holds = settings is not None and bool(settings.get("holds"))
         sends = link is not None and link.session.peer is not None
         if settings is None or not (holds or sends):
@@ -104,12 +90,12 @@ class PeerCopies:
             self.logs = PeerLogStore()
         elif link is None:
             self._rank = 0
-            self.store.new_start(settings["bound_bytes"], (), verified)
-            self.bases = self._memory_bases(None)
+            self.store.new_start(settings["bound_bytes"], (), timeline.verified)
+            timeline.memory_bases = self.bases = self._memory_bases(timeline, None)
         else:
             self._rank = link.session.rank
             self._prepare_stores(settings, link.session)
-            self._start_exchange(trainer, settings, link, log, timeline, on_everywhere)
+            self._start_exchange(timeline, settings, link)
 
     def _prepare_stores(self, settings: Mapping[str, Any], job_session: JobSession) -> None:
         holds = settings.get("holds")
@@ -121,13 +107,7 @@ class PeerCopies:
         self.logs.new_start(settings["log_bytes"], job_session.sources)
 
     def _start_exchange(
-        self,
-        trainer: AttachedTrainer,
-        settings: Mapping[str, Any],
-        link: JobLink,
-        log: LogStore,
-        timeline: int,
-        on_everywhere: Callable[[BaseId], None],
+        self, timeline: ServedTimeline, settings: Mapping[str, Any], link: JobLink
     ) -> None:
         from everstep.keeper.ship.base_sender import Pace
         from everstep.keeper.ship.log_sender import LogSender
@@ -140,36 +120,45 @@ class PeerCopies:
             link.session,
             self._clock,
             link.send,
-            lambda error: trainer.send({"kind": "notice", "error": error_to_wire(error)}),
-            timeout_s=self._timeout_s,
+            timeline.notify,
+            timeout_s=timeline.timeout_s,
         )
         pace = Pace(settings["bytes_per_s"], at_once=holds)
-        exchange = PeerExchange(to_peer, self.store, self.logs, pace, self._find, on_everywhere)
+        exchange = PeerExchange(
+            to_peer,
+            self.store,
+            self.logs,
+            pace,
+            self._find,
+            lambda base: self._on_everywhere(timeline, base),
+        )
         self.exchange = exchange
         if settings["sends_log"]:
             exchange.log = LogSender(
                 to_peer,
-                log,
-                timeline,
+                timeline.log,
+                timeline.number,
                 self._record_of,
                 bytes_per_s=settings["bytes_per_s"],
                 shrink=shrinking(PeerOptions(**settings.get("log", {}))),
-                on_step=lambda step: trainer.send({"kind": "peered", "base": None, "step": step}),
+                on_step=lambda step: timeline.trainer.send(
+                    {"kind": "peered", "base": None, "step": step}
+                ),
             )
-            log.listeners.append(exchange.logged)
+            timeline.log.listeners.append(exchange.logged)
         link.on_peer_copies(exchange.receive)
         # Also valid after the end of the exchange: retention runs until the last base is written.
         if not holds:
-            self.spared = exchange.needed
+            timeline.spared = exchange.needed
         # Only now: the thread must not handle messages before everything is in place.
         exchange.start()
         if holds:
-            self.bases = self._memory_bases(exchange.is_past)
+            timeline.memory_bases = self.bases = self._memory_bases(timeline, exchange.is_past)
         if link.session.recovered is not None:
             # A replaced node has lost its copies: send the recovered base again.
             exchange.durable(link.session.recovered)
 
-    def _memory_bases(self, is_past: IsPast | None) -> MemoryBases:
+    def _memory_bases(self, timeline: ServedTimeline, is_past: IsPast | None) -> MemoryBases:
         from everstep.keeper.held.memory_bases import MemoryBases
 
         return MemoryBases(
@@ -179,7 +168,7 @@ class PeerCopies:
             self._clock,
             is_past,
             self.base_durable,
-            timeout_s=self._timeout_s,
+            timeout_s=timeline.timeout_s,
         )
 
     def base_durable(self, base: BaseId) -> None:
@@ -221,7 +210,7 @@ class PeerCopies:
             stats.peered_steps = self.exchange.log.stats.sent
             stats.peer_missed = self.exchange.log.stats.missed
 
-    def close(self) -> None:
+    def close(self, *, timeout_s: float = 0.0) -> None:
         """Stop sending. Copies that are held stay."""
         bases = self.bases
         self.bases = None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from everstep.errors import EverstepError
-from everstep.keeper.persist.local_keeper import LocalKeeper
+from everstep.errors import DeadlineError, EverstepError
+from everstep.format.log import RecordHead
+from everstep.format.plan import BasePlan
+from everstep.keeper.persist.base_writer import BaseWriter
 from everstep.link.capture import Capture
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.pool import CapturePool
 from everstep.link.recordable import LogKeeper
+from everstep.link.save import Save
+from everstep.link.waiting import WaitDeadline, storage_hang_error
+from everstep.seams.progress import progress, silent
+from everstep.state.layout.shards import Body, ShardLayout
 from everstep.state.survey.survey import Survey
 
 if TYPE_CHECKING:
@@ -90,9 +96,10 @@ IGNORED: KeeperEvents = _Ignored()
 """Receiver that ignores everything, for a keeper whose memory is only read."""
 
 
-class ThreadKeeper(LocalKeeper):
+class ThreadKeeper(BaseWriter):
     """Keeper that is a thread of the training process. It is never lost alone."""
 
+    lost: EverstepError | None = None
     pid = None
     replaced = False
     lost_steps: Collection[int] = ()
@@ -105,8 +112,88 @@ class ThreadKeeper(LocalKeeper):
     def look(self) -> None:
         """Do nothing: a thread of this process cannot be silent."""
 
+    def persist(self, plan: BasePlan, bodies: Sequence[Body], save: Save, *, show: bool) -> None:
+        """Make a base durable in the calling thread.
+
+        Raises:
+            EverstepError: the base failed; its files were removed.
+        """
+        with progress(f"save step {save.step}", plan.size_bytes) as bar:
+            self._persist(plan, bodies, save, bar if show else silent)
+        self._retain(save)
+
+    def announce(self, capture: Capture) -> None:
+        """Do nothing: a keeper in this process needs no message."""
+
+    def log(
+        self,
+        number: int,
+        head: RecordHead,
+        layout: ShardLayout,
+        objects: Mapping[str, bytes],
+        offset: int,
+    ) -> None:
+        """Accept a log record that is complete in the arena."""
+        assert self.records is not None
+        self.records.add(number, head, layout, objects, offset)
+        self.records.segments.add_to(self.stats)
+
+    def forget_log(self, upto: int) -> None:
+        """Drop records up to ``upto``: their memory is about to be reused."""
+        if self.records is not None:
+            self.records.forget(upto)
+
+    def log_to_disk(self, on: bool) -> None:
+        """Switch writing the log of later steps to disk on or off."""
+        assert self.records is not None
+        self.records.to_disk(on)
+
+    def wait(self, timeout_s: float | None, *, show: bool = True) -> None:
+        """Wait until everything that was begun is durable or has failed.
+
+        Args:
+            timeout_s: seconds to wait; None for no limit.
+            show: show a progress bar.
+
+        Raises:
+            DeadlineError: after ``timeout_s``, or when no work makes progress.
+            EverstepError: an error reported meanwhile, according to the failure policy.
+        """
+        deadline = WaitDeadline(self._timeline.seams.clock, timeout_s)
+        with self._changed:
+            total = sum(capture.plan.size_bytes for capture in self._waiting)
+        seen = self._written.count
+        with progress("save", total) as bar:
+            while True:
+                with self._changed:
+                    if not self._waiting:
+                        break
+                    self._changed.wait(deadline.poll_s)
+                if show:
+                    bar.advance(self._written.count - seen)
+                    seen = self._written.count
+                self._channel.check()
+                # A hang is reported once, by check(): without this the wait would never end.
+                if self._channel.hung():
+                    raise storage_hang_error(len(self._waiting))
+                if deadline.is_over(len(self.waiting)):
+                    break
+        self._channel.check()
+
     def close(self, *, stay: bool = False) -> None:
-        """End the thread; it cannot stay after the process."""
+        """End all threads after they have persisted the log and the captures in the queue.
+
+        Args:
+            stay: without effect, as the threads cannot stay after the process.
+        """
+        if self.records is not None:
+            # The log before the bases: records that were batched would be lost with this thread.
+            self.records.flush()
+            try:
+                self.records.settle(self._timeline.timeout_s)
+            except DeadlineError as error:
+                self._channel.post(error)
+            self.records.close()
         super().close()
 
 

@@ -1,0 +1,192 @@
+"""Sockets of the keeper process: accept connections, wait for messages."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from everstep.errors import KeeperError, KeeperTimeoutError
+from everstep.link.wire import Connection, accept
+from everstep.seams.clock import Clock
+from everstep.seams.processes.processes import descriptors_max
+
+__all__ = ["Connections", "MessageHandler"]
+
+_log = logging.getLogger("everstep.keeper")
+_GUESTS_MAX = 64
+# Divisor of the descriptor limit: the keeper needs the others for files and for other ranks.
+_GUESTS_SHARE = 4
+_ACCEPT_PAUSE_S = 0.5
+# A guest that sends no complete message for so long is disconnected.
+_GUEST_S = 10.0
+
+
+class MessageHandler(Protocol):
+    """Receives messages, and the ends of connections that are not guests'."""
+
+    def on_message(self, connection: Connection, message: Any, fds: Sequence[int]) -> None:
+        """Handle one message.
+
+        Raises:
+            KeeperError: the message is invalid; the connection is closed.
+        """
+        ...
+
+    def on_end(self, connection: Connection) -> bool:
+        """Handle the end of a connection; return False if it is a guest's, to be closed here."""
+        ...
+
+
+class Connections:
+    """Listener and connections of one keeper, in one event loop.
+
+    A *guest* is a connection that is not attached as the trainer: ``everstep ps`` and ``stop``,
+    readers, and trainers before they attach.
+
+    Args:
+        listener: socket for connections of trainers and guests.
+    """
+
+    def __init__(self, listener: socket.socket, handler: MessageHandler, clock: Clock) -> None:
+        self._listener = listener
+        self._handler = handler
+        self._clock = clock
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._guests: dict[Connection, float] = {}  # time of the last message of each
+        self._farewells: list[Connection] = []
+        most = descriptors_max()
+        self._guests_max = _GUESTS_MAX
+        if most is not None:
+            self._guests_max = max(1, min(_GUESTS_MAX, most // _GUESTS_SHARE))
+        self._listens_again_s: float | None = None  # set while accepting is paused
+
+    @property
+    def count(self) -> int:
+        """Number of sockets that are read, with the listener."""
+        return len(self._selector.get_map())
+
+    def turn(self, timeout_s: float) -> None:
+        """Handle the events that arrive within ``timeout_s``."""
+        for key, _ in self._selector.select(timeout_s):
+            # An earlier handler of this round may have closed the connection, and its descriptor
+            # number may already belong to another one: handle only what is still registered.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data(key.fileobj)
+
+    def tick(self) -> None:
+        """Disconnect silent guests; resume accepting after a pause."""
+        now_s = self._clock.monotonic_s()
+        for guest in [guest for guest, s in self._guests.items() if now_s - s > _GUEST_S]:
+            self._hang_up(guest)
+        if self._listens_again_s is not None and now_s >= self._listens_again_s:
+            self._listen_again()
+
+    def watch(self, descriptor: int, on_readable: Callable[[Any], None]) -> None:
+        """Call ``on_readable`` when a descriptor becomes readable, until :meth:`unwatch`."""
+        self._selector.register(descriptor, selectors.EVENT_READ, on_readable)
+
+    def unwatch(self, descriptor: int) -> None:
+        """End :meth:`watch`."""
+        self._selector.unregister(descriptor)
+
+    def adopt(self, guest: Connection) -> None:
+        """Make a guest a connection that may be silent for as long as it likes."""
+        self._guests.pop(guest, None)
+
+    def say_farewell(self, connection: Connection) -> None:
+        """Read no more from a connection, but keep it open until :meth:`hang_up_farewells`."""
+        self._selector.unregister(connection)
+        self._farewells.append(connection)
+
+    def hang_up_farewells(self) -> None:
+        """Close the connections of clients that said goodbye and wait for the end of this
+        keeper."""
+        for connection in self._farewells:
+            connection.close()
+        self._farewells.clear()
+
+    def replace_listener(self, listener: socket.socket) -> None:
+        """Accept connections at another socket from now on."""
+        # Accept the connections that wait in the old listener's queue before it is closed.
+        while self._accept(self._listener):
+            pass
+        if self._listens_again_s is None:
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = listener
+        self._listen_again()
+
+    def close_listener(self) -> None:
+        """Accept no more connections."""
+        self._listener.close()
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self._listener.close()
+        self.hang_up_farewells()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, Connection):
+                key.fileobj.close()
+        self._selector.close()
+
+    def _accept(self, listener: Any) -> bool:
+        """Accept one connection as a guest; return False if there is none."""
+        try:
+            connection = accept(listener, 0.0)
+        except OSError as error:
+            self._pause_accepting(error)
+            return False
+        if connection is None:
+            return False
+        # The oldest makes way: many idle connections must not keep a trainer from attaching.
+        if len(self._guests) >= self._guests_max:
+            self._hang_up_oldest()
+        self._guests[connection] = self._clock.monotonic_s()
+        self._selector.register(connection, selectors.EVENT_READ, self._on_readable)
+        return True
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """Stop accepting connections for a while, mostly for lack of descriptors."""
+        _log.warning("no connection can be accepted for %g s: %s", _ACCEPT_PAUSE_S, error)
+        # The keeper must survive this, as it may have the only copy of the log: free a descriptor.
+        if self._guests:
+            self._hang_up_oldest()
+        # The connection stays in the listener's queue, so the selector would return at once, for
+        # ever: leave the listener out of it for a while.
+        if self._listens_again_s is None:
+            self._selector.unregister(self._listener)
+        self._listens_again_s = self._clock.monotonic_s() + _ACCEPT_PAUSE_S
+
+    def _listen_again(self) -> None:
+        self._listens_again_s = None
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _hang_up_oldest(self) -> None:
+        self._hang_up(min(self._guests, key=self._guests.__getitem__))
+
+    def _on_readable(self, connection: Connection) -> None:
+        try:
+            # Without waiting: a guest that sends half a message must not block the keeper.
+            received = connection.receive(0.0)
+            if received is not None:
+                if connection in self._guests:
+                    self._guests[connection] = self._clock.monotonic_s()
+                self._handler.on_message(connection, *received)
+                return
+        except KeeperTimeoutError:
+            # Only a part of the message has arrived: wait for the rest.
+            return
+        except (KeeperError, OSError) as error:
+            _log.warning("a connection was closed: %s", error)
+        self._hang_up(connection)
+
+    def _hang_up(self, connection: Connection) -> None:
+        if self._handler.on_end(connection):
+            return
+        self._guests.pop(connection, None)
+        self._selector.unregister(connection)
+        connection.close()

@@ -1,0 +1,101 @@
+"""One duty of the keeper, and the timeline that all duties serve."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError
+from everstep.keeper.log.attached import AttachedTrainer
+from everstep.link.channel import BackgroundChannel
+from everstep.link.wire import error_to_wire
+
+if TYPE_CHECKING:
+    from everstep.keeper.held.memory_bases import MemoryBases
+    from everstep.keeper.log.log_store import LogStore
+    from everstep.keeper.persist.base_writer import BaseWriter
+    from everstep.keeper.persist.job_link import JobLink
+
+__all__ = ["Duty", "Handler", "ServedTimeline"]
+
+_log = logging.getLogger("everstep.keeper")
+
+Handler = Callable[[AttachedTrainer, Any], None]
+"""Handles a message of the attached trainer; raises KeeperError if it is invalid."""
+
+
+class Duty(Protocol):
+    """Part of the work of a keeper, for one timeline after the other.
+
+    All methods run in the thread that receives messages.
+    """
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """Handler of each kind of message that this duty receives."""
+        ...
+
+    def serve(self, timeline: ServedTimeline) -> None:
+        """Start to serve a timeline; the previous one was closed."""
+        ...
+
+    def close(self, *, timeout_s: float = 0.0) -> None:
+        """End the work for the timeline, and wait ``timeout_s`` for what is being done."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class ServedTimeline:
+    """Timeline of a trainer, from its ``serve`` message to that of the next one.
+
+    Attributes:
+        settings: the ``serve`` message.
+        channel: collects errors of background work for the trainer.
+        verified: base that was read back and found intact, if any.
+        link: link to the keepers of the other ranks; None for a single rank.
+        put_back: the run folder was put back to an older state: data of this timeline, and of
+            higher numbers, belongs to a history that no longer exists.
+        spared: returns bases that disks must keep, however old they are, as peers hold their files.
+        memory_bases: holds bases that live in memory; None: they live on disk.
+        log: the gradient log, once it is open.
+        writer: writes bases, once it has started.
+    """
+
+    trainer: AttachedTrainer
+    settings: Mapping[str, Any]
+    channel: BackgroundChannel
+    verified: BaseId | None
+    link: JobLink | None
+    put_back: bool
+    spared: Callable[[], Iterable[BaseId]] = tuple
+    memory_bases: MemoryBases | None = None
+    log: LogStore = field(init=False)
+    writer: BaseWriter = field(init=False)
+    # Both the serving and the writing thread pass errors on.
+    _reporting: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def number(self) -> int:
+        """Number of the timeline."""
+        number: int = self.settings["timeline"]
+        return number
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds without progress after which a transfer counts as hung."""
+        return self.trainer.timeout_s
+
+    def pass_on(self) -> None:
+        """Send collected errors to the trainer; return when they were sent."""
+        # Serialised: when this returns, no other thread still holds an unsent error.
+        with self._reporting:
+            self.channel.check()
+
+    def notify(self, error: EverstepError) -> None:
+        """Send the trainer a notice; training goes on."""
+        _log.error("%s", error)
+        self.trainer.send({"kind": "notice", "error": error_to_wire(error)})
