@@ -84,6 +84,8 @@ class Decoder(Generic[_T]):
     """
 
     def __init__(self, kind: Any, name: str) -> None:
+        # No type may be a union of a fixed tuple and a bounded number (tuple[Count, int] | Count):
+        # the garbage collector crashes when it walks such a decoder (msgspec 0.22).
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_to_stored)
         self._name = name
 

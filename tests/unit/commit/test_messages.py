@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from everstep.commit.job.messages import (
@@ -114,3 +117,13 @@ def test_a_message_of_another_version_is_refused_by_name(fields: object, why: st
     with pytest.raises(FormatError, match=f"from rank 7: .*{why}"):
         accept(data, "one")
     assert accept(data, "another") is None, "another start may have other messages"
+
+
+def test_the_types_survive_a_garbage_collection() -> None:
+    """Of some unions msgspec 0.22 makes decoders that crash the collector."""
+    code = """
+import gc
+import everstep.commit.job.messages, everstep.commit.job.agreement, everstep.restore.fetch.peers
+gc.collect()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
