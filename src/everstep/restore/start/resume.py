@@ -3,7 +3,7 @@
 A job of several ranks resumes in :mod:`.resume_job`, by an agreement. A run of one rank does not,
 though one rank can be a job of one. Before its timeline opens, each disk of a job gets the records
 and manifests that it may lack, and each is made durable, since ranks may start on other disks than
-before; the disk of one rank has them. With four timelines of four bases each, a resume here takes
+before; the disk of one rank has them. With three timelines of four bases each, a resume here takes
 79 operations of the file system; as a job of one it would take 224, and more with each base. The
 choice here is also that of ``everstep.load()`` and ``peek()``, which read a run beside its trainer.
 
