@@ -201,6 +201,16 @@ def full_folders(modules: list[Module]) -> Offenders:
     return {name: count for name, count in folders.items() if count > MAX_FILES_OF_A_FOLDER}
 
 
+@cache
+def _entry_points() -> frozenset[str]:
+    """Return modules that an installed distribution is entered by, from its pyproject."""
+    texts = [
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "pyproject.toml", ROOT / "bench" / "pyproject.toml")
+    ]
+    return frozenset(re.findall(r'= "(everstep[\w.]*):', "\n".join(texts)))
+
+
 def small_satellites(modules: list[Module]) -> Offenders:
     """Return modules of under 80 lines that belong to their only importer."""
     importers: dict[str, set[str]] = {}
@@ -215,6 +225,7 @@ def small_satellites(modules: list[Module]) -> Offenders:
         for module in modules
         if not module.is_package
         and not module.name.endswith("__main__")
+        and module.name not in _entry_points()
         and len(module.source.splitlines()) < MIN_LINES_OF_A_MODULE
         and len(importers.get(module.name, set()) - {module.name}) <= 1
     }

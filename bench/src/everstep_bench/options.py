@@ -455,7 +455,7 @@ class ScheduleOptions(Options):
 
     Nothing runs on a device: steps are traced without one, and times of operators come from a
     data sheet. The paper's figures stand beside. With --executed a small model is trained here
-    with method="checkflow", behind emulated links: how long steps wait, next to the prediction.
+    with method="checkflow", over emulated links: how long steps wait, next to the prediction.
     """
 
     gpu: str = option("rtx3090", "Whose data sheet gives the times.")

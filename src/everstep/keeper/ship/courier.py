@@ -44,7 +44,7 @@ class CopyStats:
 
 
 class CopyWork(Protocol):
-    """What a courier copies."""
+    """Work of a courier: the objects that it copies."""
 
     def turn(self) -> None:
         """Copy what is due. Errors are reported; the thread goes on."""

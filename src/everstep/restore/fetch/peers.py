@@ -100,7 +100,7 @@ FetchCopies = Callable[[Offer, OnPlanned, OfferExtras], FetchResult]
 
 
 class _Inventory(msgspec.Struct, forbid_unknown_fields=True):
-    """What a rank can read by itself, and what its keeper holds for others.
+    """Copies that a rank can read by itself, and those that its keeper holds for others.
 
     Attributes:
         offer: see :func:`.offer_codec.encode_offer`.
@@ -197,7 +197,7 @@ def fetch_from_peers(
 
 @dataclass(slots=True)
 class _Announced:
-    """What all ranks have announced; the same on all of them, so that they plan alike.
+    """Announcements of all ranks; equal on all ranks, so that each makes the same plan.
 
     Attributes:
         offers: what each rank can read by itself.
