@@ -115,6 +115,15 @@ def test_a_manifest_is_written_beside_the_own_marker(fs: SimFileSystem) -> None:
     assert one.perform(Perform(BASE, LookAtBases())).committed == (BASE,)  # type: ignore[union-attr]
 
 
+def test_a_base_of_another_run_is_not_offered(fs: SimFileSystem) -> None:
+    write_part(fs)
+    inventory = scan_run(fs, RUN)
+    assert BASE in offer_of(fs, inventory, 0, "disk 0").bases
+    inventory.run = "another run"
+    found = offer_of(fs, inventory, 0, "disk 0")
+    assert (BASE in found.bases, found.lost) == (False, (BASE,))
+
+
 @pytest.mark.parametrize("left", ["nothing", "the directory"])
 def test_no_manifest_where_all_was_swept_away(fs: SimFileSystem, left: str) -> None:
     """A process that wakes up behind a newer timeline makes nothing out of nothing."""

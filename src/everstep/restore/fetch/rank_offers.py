@@ -60,8 +60,15 @@ def offer_of(
         partly: also list markers from manifests whose files are missing.
     """
     bases: dict[BaseId, BaseOffer] = {}
+    lost = [base.id for base in inventory.bases if base.status == "damaged"]
     for found in inventory.bases:
         offer = base_offer(found)
+        # Files of another run, put here by hand, may have the timeline and step of any base of
+        # this run. Their digests would match.
+        runs = {piece.marker.run for piece in offer.pieces.values()}
+        if inventory.run is not None and runs - {inventory.run}:
+            lost.append(found.id)
+            continue
         if partly and offer.manifest is not None and found.manifest is not None:
             others = (m for m in found.manifest.markers if m.rank not in offer.pieces)
             offer = replace(offer, listed=tuple(others))
@@ -78,9 +85,8 @@ def offer_of(
         tiers = (tier, *(piece.tiers if piece is not None else ()))
         pieces = {**old.pieces, marker.rank: Piece(marker, tiers)}
         bases[base] = replace(old, pieces=pieces)
-    lost = tuple(base.id for base in inventory.bases if base.status == "damaged")
     timelines = dict(inventory.timelines)
-    return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, lost)
+    return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, tuple(lost))
 
 
 def open_on_disk(
