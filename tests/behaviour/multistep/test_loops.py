@@ -131,7 +131,7 @@ def test_threads_share_the_work_of_making_it_whole(
             super().__init__(*about, threads=threads, **options)
 
     monkeypatch.setattr("everstep.replay.engine.Blocked", Noted)
-    monkeypatch.setattr("everstep.trainer.attach.keepers.available_cores", lambda: range(6))
+    monkeypatch.setattr("everstep.trainer.attach.terms.available_cores", lambda: range(6))
     check(served, matrix("AdamW-fused", "norm"), over(3))
     assert set(seen) == {3}
 

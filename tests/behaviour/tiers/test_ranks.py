@@ -38,7 +38,7 @@ from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.retry import RetryingTier
-from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.job import copies as copies_module
 from tests.support.copying import FOREVER, Interloper, contents, put, wait_for
 from tests.support.ranks import tiers
@@ -607,7 +607,7 @@ def test_a_place_that_is_another_one_for_each_rank_is_refused(
 ) -> None:
     tiers = iter([MemoryTier(), MemoryTier()])
     monkeypatch.setattr(copies_module, "open_tier", lambda where, files, clock: next(tiers))
-    monkeypatch.setattr(Keepers, "copy_to", lambda self, tiers: None)
+    monkeypatch.setattr(KeeperTerms, "copy_to", lambda self, tiers: None)
     refused = pytest.raises(OptionError, match="rank 1 cannot use the places")
     with refused, started(tmp_path / "a", tmp_path / "b"):
         pass

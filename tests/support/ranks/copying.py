@@ -25,7 +25,7 @@ from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.rate import ObjectRate
-from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.job import copies as copies_module
 
 __all__ = ["FILES", "Job", "names_in", "store", "usable"]
@@ -38,7 +38,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
     """What all ranks find under any place; what is there was copied by hand."""
     tier = MemoryTier()
     monkeypatch.setattr(copies_module, "open_tier", lambda where, files, clock: tier)
-    monkeypatch.setattr(Keepers, "copy_to", lambda self, tiers: None)
+    monkeypatch.setattr(KeeperTerms, "copy_to", lambda self, tiers: None)
     return tier
 
 
