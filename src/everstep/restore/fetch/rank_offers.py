@@ -63,10 +63,7 @@ def offer_of(
     lost = [base.id for base in inventory.bases if base.status == "damaged"]
     for found in inventory.bases:
         offer = base_offer(found)
-        # Files of another run, put here by hand, may have the timeline and step of any base of
-        # this run. Their digests would match.
-        runs = {piece.marker.run for piece in offer.pieces.values()}
-        if inventory.run is not None and runs - {inventory.run}:
+        if _is_foreign(offer, inventory.run):
             lost.append(found.id)
             continue
         if partly and offer.manifest is not None and found.manifest is not None:
@@ -76,6 +73,13 @@ def offer_of(
             _sync_names(filesystem, found.path)
         if offer.pieces or offer.manifest is not None:
             bases[found.id] = offer
+    _add_held(bases, held)
+    timelines = dict(inventory.timelines)
+    return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, tuple(lost))
+
+
+def _add_held(bases: dict[BaseId, BaseOffer], held: Iterable[tuple[Marker, str]]) -> None:
+    """Add pieces in other tiers to the offers of their bases."""
     for marker, tier in held:
         base = BaseId(marker.timeline, marker.step)
         old = bases.get(base, BaseOffer({}))
@@ -85,8 +89,16 @@ def offer_of(
         tiers = (tier, *(piece.tiers if piece is not None else ()))
         pieces = {**old.pieces, marker.rank: Piece(marker, tiers)}
         bases[base] = replace(old, pieces=pieces)
-    timelines = dict(inventory.timelines)
-    return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, tuple(lost))
+
+
+def _is_foreign(offer: BaseOffer, run: str | None) -> bool:
+    """Return True if the files of a base belong to another run.
+
+    Such files, put here by hand, may have the timeline and step of any base of this run, and their
+    digests match.
+    """
+    runs = {piece.marker.run for piece in offer.pieces.values()}
+    return run is not None and bool(runs - {run})
 
 
 def open_on_disk(

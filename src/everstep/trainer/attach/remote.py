@@ -185,6 +185,12 @@ class RemoteKeeper:
         )
         self._reader.start()
 
+    @property
+    def waiting(self) -> list[Capture]:
+        """Captures that are not durable yet, or whose retention is not over."""
+        with self._changed:
+            return list(self._waiting.values())
+
     def serve(
         self,
         terms: KeeperTerms,
