@@ -279,6 +279,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> _Counting:
     tier = _Counting(ManualClock())
     monkeypatch.setattr(couriers_module, "open_tier", lambda where, files, clock: tier)
     monkeypatch.setattr(LogCopies, "start", lambda self: None)
+    monkeypatch.setattr(Courier, "start", lambda self, work, name: None)
     return tier
 
 
