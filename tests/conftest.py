@@ -30,6 +30,7 @@ else:
     _RUNTIME_DIR = Path(tempfile.mkdtemp(prefix="everstep-test-"))
 os.environ["EVERSTEP_RUNTIME_DIR"] = str(_RUNTIME_DIR)
 
+import atexit  # noqa: E402
 import functools  # noqa: E402
 import gc  # noqa: E402
 import random  # noqa: E402
@@ -169,6 +170,23 @@ def seeded() -> None:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def nothing_waits_for_the_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Checkpointer that a test drops is to be finished when this process exits. Until then it
+    would keep its state alive, and each later look at all objects would take longer."""
+    registered: list[Any] = []
+    register = atexit.register
+
+    def noted(function: Any, *args: Any, **options: Any) -> Any:
+        registered.append(function)
+        return register(function, *args, **options)
+
+    monkeypatch.setattr("everstep.trainer.session.closing.atexit.register", noted)
+    yield
+    for function in registered:
+        atexit.unregister(function)
 
 
 @pytest.fixture(autouse=True)

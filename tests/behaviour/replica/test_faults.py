@@ -456,6 +456,7 @@ def test_a_change_behind_the_optimizers_back_is_found(
 # --- Where it cannot follow -------------------------------------------------------------
 
 
+@pytest.mark.slow  # on a busy machine training may wait for memory before the replica is behind
 def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Path) -> None:
     reported: list[EverstepError] = []
     with held_up(run_folder) as (gate, bench):
