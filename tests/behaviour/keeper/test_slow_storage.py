@@ -165,7 +165,9 @@ class Told:
 
     def __init__(self, slow: JobCommitter, other: JobCommitter) -> None:
         self.sent = self.heard = self.turns = 0
-        send, hear, receive = slow.link.send, other.link.deliver, other.link.receive
+        send = slow.link.send
+        hear = other.link.deliver
+        receive = other.link.receive
 
         def sending(rank: int, message: Any) -> None:
             self.sent += type(message).__name__ == "DiskProgress"
@@ -182,7 +184,8 @@ class Told:
             return receive(timeout_s)
 
         slow.link.send = sending  # type: ignore[method-assign]
-        other.link.deliver, other.link.receive = hearing, receiving  # type: ignore[method-assign]
+        other.link.deliver = hearing  # type: ignore[method-assign]
+        other.link.receive = receiving  # type: ignore[method-assign]
 
     def wait(self) -> None:
         """Until the other one has looked at the clock since all of them have come."""

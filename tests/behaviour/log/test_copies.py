@@ -85,7 +85,8 @@ def trained_with_copies(
             states |= run_steps(ckpt, world, 1)
             inspect(ckpt).saver.finish_captures()
             assert wait_for(lambda at=step: took(at))  # type: ignore[misc]
-        couriers, writer = duties.copies.couriers, duties.writer
+        couriers = duties.copies.couriers
+        writer = duties.writer
         assert couriers is not None
         assert writer is not None
         assert wait_for(lambda: not writer.waiting)
@@ -291,8 +292,12 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
             assert turns.acquire(timeout=TIMEOUT_S)
         return number
 
-    failed, passed_on, opens = Courier.fail, Duties.pass_on, open_timeline
-    checked, pauses, arrives = CopyPlace.check_fence, LogCopies.pause, LogStore._digest_record
+    failed = Courier.fail
+    passed_on = Duties.pass_on
+    opens = open_timeline
+    checked = CopyPlace.check_fence
+    pauses = LogCopies.pause
+    arrives = LogStore._digest_record
     with serving(run_folder):
         world = World()
         monkeypatch.setattr(CopyPlace, "check_fence", check_late)

@@ -94,7 +94,7 @@ def test_what_changes_after_it_was_planned_is_planned_anew(
             begin(ckpt)
             run_steps(ckpt, world, 3)
             ckpt.wait(TIMEOUT_S)
-            multistep.planner.is_ahead = True  # and nothing is planned behind it
+            multistep.planner.is_ahead = True  # and nothing is planned after it
         if change is not None:
             ckpt.before_update()
             change(world)
@@ -259,7 +259,8 @@ def test_nothing_is_planned_while_the_first_base_says_how_fast_the_link_is(
         under_way.set_result(None)
         run_steps(ckpt, world, 1)
         assert multistep.planner.is_ahead
-        multistep.stats.link_bytes_per_s, multistep.planner.timed = 1e9, Future[None]()
+        multistep.stats.link_bytes_per_s = 1e9
+        multistep.planner.timed = Future[None]()
         multistep.planner.is_ahead = False
         run_steps(ckpt, world, 1)
         assert multistep.planner.is_ahead, "it knows the link already"

@@ -572,7 +572,8 @@ def test_without_memory_for_gradients_the_base_is_given_up_and_taken_in_fewer_pa
 ) -> None:
     world = World()
     ckpt = start(served, world, over(6))
-    acquire, calls = CapturePool.acquire_now, [0]
+    acquire = CapturePool.acquire_now
+    calls = [0]
 
     def scarce(pool: CapturePool, size_bytes: int) -> Any:
         """Nothing for the third update, not even after other memory was given back."""
@@ -774,7 +775,8 @@ class _LateGradients:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         HeldLane.gate.open()
-        look, late_ones = InputReader.look, [True]
+        look = InputReader.look
+        late_ones = [True]
 
         def late(reader: InputReader, *about: Any) -> Any:
             inspect(self.ckpt).lane.run(lambda: None).result(TIMEOUT_S)

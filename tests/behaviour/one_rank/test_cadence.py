@@ -265,7 +265,8 @@ def test_a_replay_that_was_measured_replaces_the_belief() -> None:
 
 def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, world, found = ManualClock(), World(), []
-    step, began = ReplayDriver.step, Cadence.restored
+    step = ReplayDriver.step
+    began = Cadence.restored
 
     def redo(self: ReplayDriver, *args: Any) -> None:
         clock.advance(2.0)

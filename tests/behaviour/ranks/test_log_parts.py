@@ -149,7 +149,8 @@ def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
     or always, and then no step before it is lost."""
     path = tmp_path / "run"
     until((path, path), 7)
-    finish, failed = ReplayDriver.finish, dict[int, int]()
+    finish = ReplayDriver.finish
+    failed = dict[int, int]()
 
     def fails(self: ReplayDriver) -> list[str]:
         self.idle()

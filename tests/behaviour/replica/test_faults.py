@@ -175,7 +175,7 @@ def test_what_has_arrived_is_applied_before_it_ends(
     ckpt = start(served, world)
     run_steps(ckpt, world, 2)
     until_at(served, 3)
-    monkeypatch.setattr(LogStore, "steps_after", lambda *_: [])  # it falls behind
+    monkeypatch.setattr(LogStore, "steps_after", lambda *_: [])  # it cannot follow
     states = run_steps(ckpt, world, 4)
     until(lambda: served.log.steps[1] == 7)  # type: ignore[index]
     die(ckpt)
@@ -456,7 +456,7 @@ def test_a_change_behind_the_optimizers_back_is_found(
 # --- Where it cannot follow -------------------------------------------------------------
 
 
-@pytest.mark.slow  # on a busy machine training may wait for memory before the replica is behind
+@pytest.mark.slow  # on a busy machine training may wait for memory before the replica lags
 def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Path) -> None:
     reported: list[EverstepError] = []
     with held_up(run_folder) as (gate, bench):

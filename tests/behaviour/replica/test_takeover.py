@@ -128,7 +128,8 @@ def test_steps_behind_a_base_that_nobody_wants_any_more_are_applied(served: Benc
     until(lambda: log.steps == (2, 4) and not log.arriving, "all steps")
     first.open()
     assert second.reached.wait(TIMEOUT_S)
-    duties, over = served.server.duties, threading.Event()
+    duties = served.server.duties
+    over = threading.Event()
     lose = duties.lose
 
     def lost(trainer: Any) -> None:

@@ -312,7 +312,7 @@ def test_a_state_that_nobody_updates_is_captured(run_folder: Path) -> None:
 
 
 def test_averages_swapped_in_with_before_update(run_folder: Path) -> None:
-    """What changes the state outside the optimizer is awaited in full."""
+    """A change of the state outside the optimizer waits for all copies."""
     loop = Loop()
     with checkpointer(run_folder, loop.state, lane=lambda: EmulatedLink(SLOW)) as ckpt:
         for step in range(1, 6):

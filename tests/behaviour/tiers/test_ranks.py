@@ -368,10 +368,11 @@ def test_a_follower_waits_for_rank_0_as_long_as_it_may_be_asked(apart: list[Path
 
 
 class Keeper:
-    """What the couriers of one rank know of its keeper."""
+    """The keeper of one rank, as its couriers see it."""
 
     def __init__(self, keepers: list[Keeper], session: JobSession) -> None:
-        self.rank, self._keepers = session.rank, keepers
+        self.rank = session.rank
+        self._keepers = keepers
         self.session = session
         self._receiver: Any = None
         keepers.append(self)

@@ -277,7 +277,8 @@ def test_a_rank_whose_step_fails_where_a_base_begins_has_agreed_all_the_same(
 
 def test_the_first_base_of_several_ranks_measures_the_link(tmp_path: Path) -> None:
     """It has one part; without its measurement so would have all bases after it."""
-    path, method = tmp_path / "run", everstep.Method(base="multistep", parts="auto")
+    path = tmp_path / "run"
+    method = everstep.Method(base="multistep", parts="auto")
     options = {"method": method, "every": 2, "keeper": everstep.KeeperOptions()}
     try:
         with trainings(path, path, **options) as ranks:

@@ -1,4 +1,4 @@
-"""What lanes copied when, and what a picture of a save shows of it."""
+"""Recording of the copies that lanes make, and the picture of a save."""
 
 from __future__ import annotations
 

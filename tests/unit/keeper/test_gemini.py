@@ -410,7 +410,8 @@ def test_what_lives_in_memory_and_on_disk_is_the_same_base(tmp_path: Path) -> No
         keepers = inspect(ckpt).keepers
         assert [copy.marker.step for copy in keepers.recall_leftovers(own=True).copies] == [3]
         terms = keepers.terms
-        terms.run_id, mine = "another run in a folder that was emptied", terms.run_id
+        mine = terms.run_id
+        terms.run_id = "another run in a folder that was emptied"
         assert keepers.recall_leftovers(own=True).copies == ()
         terms.run_id = mine
         ckpt.step()

@@ -295,7 +295,8 @@ class Keeper:
     def serve(self) -> None:
         """A trainer comes, perhaps again."""
         trainer: Any = object.__new__(KeeperTerms)
-        trainer.in_process, trainer.ranks = True, RankInfo(self._rank, self._world)
+        trainer.in_process = True
+        trainer.ranks = RankInfo(self._rank, self._world)
         trainer.copy_to([self._options])
         self.couriers = Couriers(
             Seams(clock=self._tier._clock),

@@ -197,7 +197,8 @@ def test_what_is_handed_over_while_it_looks_around_is_waited_for(
     one = b.trainer()
     one.serve()
     b.turn(2)
-    keeper, replicas = b.server.duties.writer, b.replicas
+    keeper = b.server.duties.writer
+    replicas = b.replicas
     assert keeper is not None
 
     def hands_over() -> bool:

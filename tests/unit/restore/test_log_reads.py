@@ -214,7 +214,8 @@ def test_a_step_that_was_read_ahead_is_verified_before_it_is_applied(
 ) -> None:
     """A bit of a later step, flipped on the way from the disk, while those before it come."""
     states = trained(tmp_path / "run", batch_steps=batch_steps)
-    read, step = SegmentReads.read, ReplayDriver.step
+    read = SegmentReads.read
+    step = ReplayDriver.step
     applied: list[int] = []
 
     def flipping(self: SegmentReads) -> LogRecord:

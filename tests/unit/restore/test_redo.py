@@ -182,7 +182,9 @@ def test_the_next_segment_is_read_while_one_is_replayed(
     """Replay of the first segment waits here until the second one has been read."""
     monkeypatch.setattr(driver, "STEPS_AT_ONCE", 1)
     states = trained(tmp_path / "run", batch_steps=1)
-    read, apply, count = SegmentReads.read, LiveMemory.apply, threading.Semaphore(0)
+    count = threading.Semaphore(0)
+    apply = LiveMemory.apply
+    read = SegmentReads.read
     overlapped: list[bool] = []
 
     def noting(self: SegmentReads) -> LogRecord:
@@ -210,7 +212,8 @@ def test_no_more_is_read_than_memory_allows(
     """With room for nothing: one step in hand, and one being made."""
     monkeypatch.setattr(driver, "memory_available_bytes", lambda: 0)
     states = trained(tmp_path / "run", batch_steps=batch_steps)
-    read, apply = SegmentReads.read, LiveMemory.apply
+    read = SegmentReads.read
+    apply = LiveMemory.apply
     done: list[str] = []
     most: list[int] = []
 
@@ -242,7 +245,8 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, times: int = 1000) -> None:
         self.times = 0
-        step, finish = ReplayDriver.step, ReplayDriver.finish
+        step = ReplayDriver.step
+        finish = ReplayDriver.finish
 
         def fail() -> None:
             self.times += 1

@@ -23,10 +23,10 @@ from everstep_bench.drill.processes import DrillError
 __all__ = ["CHILD", "TEXT", "Start", "order_of"]
 
 CHILD: tuple[str, ...] = ("-m", "everstep_bench.drill.child")
-"""How torchrun starts a training process."""
+"""Arguments with which torchrun starts a training process."""
 
 TEXT = "text.bin"
-"""What is trained on."""
+"""Name of the file with the training text."""
 
 _POLL_S = 0.01
 _TAIL_BYTES = 3000
@@ -82,17 +82,17 @@ def order_of(
 
 def _told(plan: DrillPlan, hosts: Hosts, way: Arm, durable: str) -> dict[str, Any]:
     """Return what of an order is an arm's."""
-    behind = hosts.store is not None
+    durable_store = hosts.store is not None
     # An object store is no folder: what is meant for it is written to the disk first.
-    tiers = (*way.tiers, "{durable}") if way.folder == "shared" and behind else way.tiers
+    tiers = (*way.tiers, "{durable}") if way.folder == "shared" and durable_store else way.tiers
     return {
         "method": way.method,
-        "keeper": "process" if behind else way.keeper,  # it makes the copies
+        "keeper": "process" if durable_store else way.keeper,  # it makes the copies
         "log": dict(way.log),
         "copied": way.copied,
         "copied_steps": way.copied_steps,
         "tiers": [tier.replace("{durable}", durable) for tier in tiers],
-        "peer_bytes_per_s": plan.link / 8 if way.at_once and behind else None,
+        "peer_bytes_per_s": plan.link / 8 if way.at_once and durable_store else None,
     }
 
 

@@ -152,8 +152,8 @@ class DrillPlan(Options):
     link: int = option("1gbit", "Rate of each host's link, like 200mbit.", parse_rate)
     store: str = option(
         "folder",
-        "The durable tier: folder (of this machine, behind no link), or seaweedfs (a real object "
-        "store behind a link of each host; needs namespaces and weed).",
+        "The durable tier: folder (on this machine, without a link), or seaweedfs (a real object "
+        "store, over a link of each host; needs namespaces and weed).",
         choices=("folder", "seaweedfs"),
     )
     store_link: int | None = option(

@@ -3,7 +3,7 @@
 ``tables``    the cells, and in which range of the time model each holds
 ``solving``   how long planning takes, and how near to the best it comes
 ``report``    targets, tables
-``executed``  plans carried out on this machine, behind an emulated link
+``executed``  plans carried out on this machine, over an emulated link
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _STATE_BYTES_MIN = 900_000_000
 _REPLAY_MIN = 0.9
 _FASTER_MIN = 10.0
 _COST = ("arm", "step ms", "to dense", "min - max", "to compressed", "min - max", "CPU trainer",
-         "CPU helper", "behind ms")  # fmt: skip
+         "CPU helper", "lag ms")  # fmt: skip
 _BYTES = ("arm", "in memory", "to disk")
 _KILLED = ("arm", "killed in step", "goes on from", "steps lost", "seconds", "from", "base",
            "replayed", "claims", "every bit")  # fmt: skip
@@ -129,7 +129,7 @@ class StepReport(Report):
         yield (
             "Medians over the rounds. to dense, to compressed: how much longer a step takes than "
             "in the blocks of the same round that train alone, or with compressed gradients and "
-            "without a log. behind: from the last step of a block until nothing is under way. "
+            "without a log. lag: from the last step of a block until nothing is under way. "
             "CPU: of this process, and of those beside it."
         )
         yield (

@@ -96,7 +96,8 @@ def objects_of_rank(saved: SavedRanks, plan: RankPlan) -> tuple[dict[str, bytes]
         name = OBJECT_PREFIX + section
         tree = plan.view.trees[section]
         if is_partitioned(decode(data)):  # the merged objects are equal on all ranks
-            parts[name], data = data, merged_object(tree, tree["state"], section)
+            parts[name] = data
+            data = merged_object(tree, tree["state"], section)
         found[name] = data
     return found, parts
 
