@@ -582,8 +582,6 @@ class Recorder(Participant):
             self._channel.post_notice(log_dropped_early(step))
         if room is None:
             self._handle_no_memory()
-            if self._replica is not None and self._replica.relieved_to() is not None:
-                self._replica.overrun()
         reservation = None if room is None else Reservation(target, room)
         try:
             yield reservation
@@ -594,6 +592,8 @@ class Recorder(Participant):
 
     def _handle_no_memory(self) -> None:
         self._add_hole("there is no host memory left for the log")
+        if self._replica is not None and self._replica.relieved_to() is not None:
+            self._replica.overrun()
         if self.memory.too_large and not self._warned_too_large:
             self._warned_too_large = True
             self._channel.post_notice(too_large(self.memory.too_large, self.memory.bytes_max))
