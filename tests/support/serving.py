@@ -180,12 +180,8 @@ class Bench:
     @property
     def served(self) -> int:
         """Number of the timeline that the server serves; 0 until its bases are written."""
-        duties = self.server.duties
-        timeline = duties.timeline
-        # The writer of the timeline before is still there when the number has changed.
-        if timeline is None or duties.writer is None or duties.writer is not timeline.writer:
-            return 0
-        return timeline.number
+        timeline = self.server.duties.timeline
+        return 0 if timeline is None else timeline.number
 
     def held(self) -> int | None:
         """The step that the server has in memory."""

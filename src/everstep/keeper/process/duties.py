@@ -133,11 +133,11 @@ class Duties:
             trainer.send({"kind": "error", "error": error_to_wire(error), "of_timeline": number})
 
         channel = BackgroundChannel(report, self._clock, progress_timeout_s=trainer.timeout_s)
-        self.timeline = timeline = ServedTimeline(
-            trainer, message, channel, verified, link, put_back
-        )
+        timeline = ServedTimeline(trainer, message, channel, verified, link, put_back)
         for duty in self._all:
             duty.serve(timeline)
+        # Last: its log and its writer exist only now.
+        self.timeline = timeline
 
     def close(self) -> None:
         """End all threads after they have finished their work."""
