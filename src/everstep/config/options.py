@@ -148,8 +148,8 @@ class LogOptions:
             (I9), in a low-priority process that uses a twentieth of a core on average. Needs a log
             on disk, a keeper process and two kept bases. None: on if these are given.
         ratio: for ``log="adaptive"``: fraction of the elements of a large gradient that is kept.
-        replay: ``"exact"``: with the arithmetic of training. ``"fast"``: on a CUDA device with
-            triton, by fused kernels, even where their last bits differ from training's; then
+        replay: ``"exact"``: with the arithmetic of training. ``"fast"``: on a CUDA device, by
+            torch's fused kernels, even where their last bits differ from training's; then
             :attr:`Recovery.exact` is False.
     """
 

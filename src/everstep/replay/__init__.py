@@ -9,8 +9,8 @@ Read in this order:
 ``optimizer_step``  the optimizer's own ``step()``, on complete tensors and without hooks
 ``packed``          compressed gradients
 ``functional``      torch's functional forms of SGD, Adam and AdamW
-``self_test``       trials without which no fast path is used
-``fused``           fast paths: several updates in one pass over the state
+``self_test``       trials without which the fast path is not used
+``fused``           the fast path: several updates in one pass over the state
 
 Runs in the training process, in commands, and in the keeper's replica. Nothing here depends on
 checkpoints.

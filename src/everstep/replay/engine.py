@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,29 +28,19 @@ from everstep.replay.exactness import (
 )
 from everstep.replay.functional import KINDS
 from everstep.replay.fused.blocked import Blocked
-from everstep.replay.fused.slices import Kernel, Sliced
 from everstep.replay.optimizer_step import build, set_options, step_over
-from everstep.replay.self_test import (
-    blocked_is_exact,
-    compiled_is_exact,
-    kernel_for,
-    sliced_is_exact,
-)
+from everstep.replay.self_test import blocks_are_exact
 from everstep.replay.updates import Update
 
-__all__ = ["BLOCKS_PAY_ELEMENTS", "KERNELS_PAY_ELEMENTS", "ONE_THREAD", "ReplayOptions", "Replayer"]
+__all__ = ["BLOCKS_PAY_ELEMENTS", "ONE_THREAD", "ReplayOptions", "Replayer"]
 
 BLOCKS_PAY_ELEMENTS = 32_000_000
 """Work, in elements times updates, from which blocks are used. Before the first block the self-test
 runs and the program is compiled: 23 to 30 ms of one core. A state that fits in the cache gains next
 to nothing. Six updates of 3 million elements take 58 ms on complete tensors and 78 ms in blocks, of
-6 million about the same, of 12 million 320 and 215 ms (AdamW, AMD EPYC, torch 2.13). Not measured
-on a GPU."""
+6 million about the same, of 12 million 320 and 215 ms (AdamW, AMD EPYC, torch 2.13)."""
 
-KERNELS_PAY_ELEMENTS = 20_000_000_000
-"""Work from which kernels are tried, unless ``fast`` is set: compiling them takes seconds, in
-which a
-GPU makes several passes over a state of some billions of elements. Not measured on a GPU."""
+_FUSED_DEVICES = ("cuda",)  # where LogOptions(replay="fast") counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +51,7 @@ class ReplayOptions:
         threads: Python threads that share the work on blocks, each with one of torch's.
         training_threads: number of torch's threads in training, which the bits of large
             half-precision tensors depend on; None: unknown.
-        fast: allow kernels whose last bits differ from ``step()``; after the first use nothing is
-            exact.
+        fast: on a GPU, run torch's fused kernels whatever training ran; nothing is exact then.
         relaid: tensors whose memory layout differs from training's, by the parameter that they are
             or belong to.
     """
@@ -85,10 +74,7 @@ class Replayer:
 
     - SGD, Adam and AdamW on the CPU, once their state exists and the work is large enough
     (:data:`BLOCKS_PAY_ELEMENTS`): torch's functional forms of the same variant, block by block,
-    over all updates of a call (``blocked``);
-
-    - the same on one CUDA device, in slices of tensors that are joined end to end (``slices``) or,
-    if there is very much work, by kernels (``kernels``).
+    over all updates of a call (``blocked``).
 
     For use by one thread at a time.
 
@@ -198,7 +184,7 @@ class Replayer:
         }
         if len(self._parameters) != sum(map(len, names)):
             raise ReplayError("two parameters have the same name")
-        self._at_once = self._fast_path(options.threads)
+        self._at_once = self._blocks(options.threads)
         self._size = sum(parameter.numel() for parameter in self._parameters.values())
         self._work = 0  # elements times updates so far
         self._key: str | None = None
@@ -212,41 +198,15 @@ class Replayer:
     def _kind(self) -> type[Optimizer]:
         return type(self.optimizer)
 
-    @property
-    def _device(self) -> torch.device:
-        """Device of all parameters, if there is a fast path."""
-        device: torch.device = next(iter(self._parameters.values())).device
-        return device
-
-    def _fast_path(self, threads: int) -> Blocked | Sliced | None:
-        """Return the fast path for this device and class, None if there is none."""
-        devices = {parameter.device for parameter in self._parameters.values()}
-        if self._kind not in KINDS or len(devices) != 1 or not _disjoint(self._parameters.values()):
+    def _blocks(self, threads: int) -> Blocked | None:
+        """Return the fast path, None if there is none for this device and class."""
+        devices = {parameter.device.type for parameter in self._parameters.values()}
+        if self._kind not in KINDS or devices != {"cpu"}:
             return None
-        path = _fast_path_kind(devices.pop())
-        if path == "blocks":
-            compiled = functools.partial(compiled_is_exact, self._kind)
-            return Blocked(self.optimizer, self.names, threads=threads, compiled=compiled)
-        if path == "slices":
-            return Sliced(self.optimizer, self.names, kernel=self._kernel)
-        return None
-
-    def _kernel(self, update: Update, number: int) -> Kernel | None:
-        """Return a kernel to use instead of torch's functions on slices of float32, None if there
-        is none."""
-        if not self._options.fast and self._work < KERNELS_PAY_ELEMENTS:
+        if not _disjoint(self._parameters.values()):
             return None
-        found = kernel_for(self._kind, update, number, self._device, inexact=self._options.fast)
-        if found is None:
-            return None
-        kernel, exact = found
-        if not exact and self.exact.exact:
-            self.exact = Exactness(
-                False,
-                f"replayed with kernels whose bits are not those of {self._kind.__name__}.step(), "
-                'as LogOptions(replay="fast") allows',
-            )
-        return kernel
+        compiled = functools.partial(blocks_are_exact, self._kind, compiled=True)
+        return Blocked(self.optimizer, self.names, threads=threads, compiled=compiled)
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Any]]:
@@ -329,10 +289,43 @@ class Replayer:
         if self._options.training_threads is not None:
             torch.set_num_threads(self._options.training_threads)
         try:
-            step_over(self.optimizer, self._parameters, update)
+            if self._may_fuse(update):
+                self._step_fused(update)
+            else:
+                step_over(self.optimizer, self._parameters, update)
         finally:
             torch.set_num_threads(before)
         self._keep_in_place()
+
+    def _may_fuse(self, update: Update) -> bool:
+        """Return True if torch's fused kernels may replace those of training, which they can once
+        the optimizer has its state."""
+        if not self._options.fast or self._kind not in KINDS:
+            return False
+        concerned = [self._parameters[name] for name in update.gradients]
+        devices = {parameter.device.type for parameter in concerned}
+        return devices <= set(_FUSED_DEVICES) and all(map(self.optimizer.state.get, concerned))
+
+    def _step_fused(self, update: Update) -> None:
+        if self.exact.exact and not all(options.get("fused") for options in update.groups):
+            why = 'replayed by torch\'s fused kernels, as LogOptions(replay="fast") allows'
+            self.exact = Exactness(False, why)
+        # Fused kernels count steps on the device, the others on the host.
+        counted = [
+            (self.optimizer.state[parameter], step, parameter.device)
+            for parameter in self._parameters.values()
+            if (step := self.optimizer.state.get(parameter, {}).get("step")) is not None
+        ]
+        for values, step, device in counted:
+            values["step"] = step.to(device)
+        groups = tuple({**one, "foreach": False, "fused": True} for one in update.groups)
+        try:
+            step_over(self.optimizer, self._parameters, replace(update, groups=groups))
+        finally:
+            for values, step, _ in counted:
+                step.copy_(values["step"])
+                values["step"] = step
+            set_options(self.optimizer, update.groups)
 
     def _keep_in_place(self) -> None:
         """Copy the values of state tensors that the optimizer replaced into the caller's
@@ -361,14 +354,9 @@ class Replayer:
             ):
                 return False
             for dtype in {parameter.dtype for parameter in members}:
-                if not self._proven(update, number, dtype):
+                if not blocks_are_exact(self._kind, update, number, dtype):
                     return False
         return True
-
-    def _proven(self, update: Update, number: int, dtype: torch.dtype) -> bool:
-        if isinstance(self._at_once, Sliced):
-            return sliced_is_exact(self._kind, update, number, dtype, self._device)
-        return blocked_is_exact(self._kind, update, number, dtype)
 
     def _judge(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Keep :attr:`exact` true to the updates that are replayed."""
@@ -447,11 +435,6 @@ def _check_names(
         raise ReplayError(f"no tensors of parameters {missing}")
     if unknown := sorted(set(state).difference(flat_names)):
         raise ReplayError(f"state of parameters that are in no group: {unknown}")
-
-
-def _fast_path_kind(device: torch.device) -> str | None:
-    """Return the kind of fast path for a device, None if there is none."""
-    return {"cpu": "blocks", "cuda": "slices"}.get(device.type)
 
 
 def _disjoint(tensors: Iterable[torch.Tensor]) -> bool:

@@ -270,8 +270,8 @@ def test_the_self_test_tells_rounded_factors(
         optimizer = kind([torch.zeros(1, dtype=torch.bfloat16)], lr=1e-5, **options)
         group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
         update = Update(1, "", (group,), {})
-        assert not self_test.compiled_is_exact(kind, update, 0, torch.bfloat16), kind
-        assert self_test.compiled_is_exact(kind, update, 0, torch.float32), kind
+        assert not self_test.blocks_are_exact(kind, update, 0, torch.bfloat16, compiled=True), kind
+        assert self_test.blocks_are_exact(kind, update, 0, torch.float32, compiled=True), kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -292,7 +292,7 @@ def test_the_self_test_mixes_memory_orders(
     monkeypatch.setattr(self_test, "_proven", {})
     optimizer = SGD([torch.zeros(1, dtype=dtype)], lr=0.1, momentum=0.9, nesterov=True)
     group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    assert self_test.compiled_is_exact(SGD, Update(1, "", (group,), {}), 0, dtype)
+    assert self_test.blocks_are_exact(SGD, Update(1, "", (group,), {}), 0, dtype, compiled=True)
     assert (True in seen) == (dtype == torch.float32)
 
 
@@ -321,4 +321,4 @@ def test_programs_are_used_whatever_the_hyperparameters(kind: Any, dtype: torch.
     options = {"momentum": 0.9} if kind is SGD else {"betas": (0.9, 0.95)}
     optimizer = kind([torch.zeros(1, dtype=dtype)], lr=0.1, weight_decay=0.1, **options)
     group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    assert self_test.compiled_is_exact(kind, Update(1, "", (group,), {}), 0, dtype)
+    assert self_test.blocks_are_exact(kind, Update(1, "", (group,), {}), 0, dtype, compiled=True)

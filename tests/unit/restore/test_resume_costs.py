@@ -218,15 +218,14 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     taken: list[str] = []
 
     def noting(word: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             taken.append(word)
-            return own(*args)
+            return own(*args, **options)
 
         return call
 
     monkeypatch.setattr(engine, "step_over", noting("step", engine.step_over))
-    monkeypatch.setattr(engine, "blocked_is_exact", noting("test", engine.blocked_is_exact))
-    monkeypatch.setattr(engine, "compiled_is_exact", noting("test", engine.compiled_is_exact))
+    monkeypatch.setattr(engine, "blocks_are_exact", noting("test", engine.blocks_are_exact))
     monkeypatch.setattr(Blocked, "run", noting("blocks", Blocked.run))
     return taken
 

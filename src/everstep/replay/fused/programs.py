@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-__all__ = ["COUNT_MAX", "Numbers", "WorkBuffers", "describes", "numbers", "program", "suits"]
+__all__ = ["COUNT_MAX", "Numbers", "WorkBuffers", "numbers", "program", "suits"]
 
 Numbers = list[float]
 Program = Callable[
@@ -149,29 +149,6 @@ def _sgd_numbers(options: Mapping[str, Any], count: float) -> Numbers:
     ]
 
 
-def describes(
-    kind: type[Optimizer], options: Mapping[str, Any], counts: Iterable[float] = ()
-) -> bool:
-    """Return True if :func:`numbers` describes everything that an update with these hyperparameters
-    does.
-
-    Args:
-        kind: one of :data:`~everstep.replay.functional.KINDS`.
-        options: hyperparameters of a group.
-        counts: steps of the parameters after the updates.
-    """
-    if options["maximize"] or options.get("amsgrad"):
-        return False
-    if options.get("capturable") or options.get("differentiable"):
-        return False
-    values = [options[key] for key in (_OF_SGD if kind is SGD else _OF_ADAM)]
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
-        return False  # a tensor: torch may take other operators
-    if kind is not SGD and not all(isinstance(beta, float) for beta in options["betas"]):
-        return False
-    return all(0 < count < COUNT_MAX for count in counts)
-
-
 def suits(
     kind: type[Optimizer],
     options: Mapping[str, Any],
@@ -186,11 +163,17 @@ def suits(
         dtypes: dtypes of the parameters and their moments.
         counts: steps of the parameters after the updates.
     """
-    if options["fused"] or not describes(kind, options, counts):
+    flags = ("fused", "maximize", "amsgrad", "capturable", "differentiable")
+    if any(options.get(flag) for flag in flags):
+        return False
+    values = [options[key] for key in (_OF_SGD if kind is SGD else _OF_ADAM)]
+    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+        return False  # a tensor: torch may take other operators
+    if kind is not SGD and not all(isinstance(beta, float) for beta in options["betas"]):
         return False
     if len(found := set(dtypes)) > 1 or not found.issubset(_DTYPES):
         return False
-    return program(kind) is not None
+    return all(0 < count < COUNT_MAX for count in counts) and program(kind) is not None
 
 
 def numbers(kind: type[Optimizer], options: Mapping[str, Any], count: float) -> Numbers:
@@ -198,7 +181,7 @@ def numbers(kind: type[Optimizer], options: Mapping[str, Any], count: float) -> 
 
     Args:
         kind: one of :data:`~everstep.replay.functional.KINDS`.
-        options: hyperparameters that :func:`describes` has accepted.
+        options: hyperparameters that :func:`suits` has accepted.
         count: step count, including this update.
     """
     return (_sgd_numbers if kind is SGD else _adam_numbers)(options, count)
