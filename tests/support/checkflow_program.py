@@ -15,9 +15,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from everstep.plan.schedule.problem import Problem
+from everstep.plan.schedule.schedule import Problem, Schedule, peak_of
 
-__all__ = ["literal"]
+__all__ = ["literal", "obeys"]
 
 _STEPS_MAX = 2000  # binaries
 
@@ -74,3 +74,27 @@ def literal(problem: Problem, *, limit_s: float = 60.0) -> int | None:
     assert model.getStatus() == "optimal", model.getStatus()
     peak: float = model.getObjVal()
     return round(peak)
+
+
+def obeys(problem: Problem, found: Schedule) -> bool:
+    """Check all constraints of a plan directly, operator by operator and slice by slice."""
+    slices: list[list[tuple[int, int]]] = [[] for _ in problem.items]
+    moved = [0] * len(problem.seconds)
+    for place in found.placements:
+        chunk, snapshot, offload = place.chunk, place.snapshot, place.offload
+        item = problem.items[chunk.item]
+        if snapshot is None and (found.mode == "paper" or offload >= item.update):
+            return False
+        if snapshot is not None and not 0 <= snapshot < min(item.update, offload):
+            return False
+        if not 0 < chunk.size_bytes <= found.chunk_bytes:
+            return False
+        slices[chunk.item].append((chunk.begin, chunk.end))
+        moved[offload] += chunk.size_bytes
+    for item, mine in zip(problem.items, slices, strict=True):
+        ends = [0, *(end for _, end in sorted(mine))]
+        if [begin for begin, _ in sorted(mine)] != ends[:-1] or ends[-1] != item.size_bytes:
+            return False
+    if any(m > problem.link_bytes_per_s * t for m, t in zip(moved, problem.seconds, strict=True)):
+        return False
+    return peak_of(problem, found.placements) == found.peak_bytes >= found.bound_bytes

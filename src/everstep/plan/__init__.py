@@ -4,8 +4,7 @@ Used in the training process and by ``everstep plan``. Read in this order:
 
 ``costs``          wasted time as a function of the intervals: the model
 ``interval``       the intervals of bases and log segments that waste the least
-``estimator``      the interval of bases during training, from measured costs (``median``)
-``seldom``         the longest interval that is nearly as good
+``estimator``      the interval of bases during training, from measured costs
 ``batch``          steps per log segment, from the speed of the disk
 ``multistep``      cost of a base that is captured in several parts
 ``multistep_cut``  number and sizes of these parts

@@ -17,12 +17,12 @@ one step. If the bytes alone take all the time, no segment size helps.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from everstep.errors import OptionError
 from everstep.plan.costs import is_number
-from everstep.plan.median import weighted_median
 
-__all__ = ["LONGEST_S", "PRICE_SHARE", "BatchEstimator", "least_batch"]
+__all__ = ["LONGEST_S", "PRICE_SHARE", "BatchEstimator", "least_batch", "weighted_median"]
 
 PRICE_SHARE = 0.1
 """Share of the time not needed for the log's bytes that fixed costs of writes may take."""
@@ -64,6 +64,26 @@ def least_batch(
         else:
             low = middle + 1
     return low
+
+
+def weighted_median(values: Sequence[float], half_life: float) -> float | None:
+    """Return the weighted median of samples in the order of their arrival; None if there are none.
+
+    Single outliers (a stalled disk, a step that compiled something) do not change it.
+
+    Args:
+        half_life: number of newer samples after which a sample's weight is halved.
+    """
+    newest = len(values) - 1
+    weighted = sorted(
+        (value, 0.5 ** ((newest - place) / half_life)) for place, value in enumerate(values)
+    )
+    half = sum(weight for _, weight in weighted) / 2
+    for value, weight in weighted:
+        half -= weight
+        if half <= 0:
+            return value
+    return weighted[-1][0] if weighted else None
 
 
 class BatchEstimator:

@@ -12,27 +12,28 @@ adjustments" (section VII-A) without details. Here:
 - The current choice stays until the best one would waste clearly less. The waste is compared, not
   the interval: it is flat around its minimum, so noise changes nothing.
 
-The estimates are plain data.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from everstep.errors import OptionError
-from everstep.plan.costs import Costs, Waste, is_number, waste
-from everstep.plan.interval import best_choice, interval_steps_min, without_log
-from everstep.plan.median import weighted_median
+from everstep.plan.batch import weighted_median
+from everstep.plan.costs import Costs, is_number, waste
+from everstep.plan.interval import Choice, best_choice, interval_steps_min, without_log
 
-__all__ = ["Estimator", "FailurePrior", "Recommendation"]
+__all__ = ["Estimator", "FailurePrior"]
 
-_VERSION = 1
 _SERIES = ("step_s", "write_bytes_per_s", "load_bytes_per_s", "replay_s", "base_cost_s")
 _SECONDS_LEAST = 1e-9
+_WINDOW = 64  # newest samples of each cost that count
+_HALF_LIFE = 16.0  # newer samples after which a sample's weight is halved
+# Seconds of training after which the weight of failures, and of training without them, is halved.
+_FAILURE_HALF_LIFE_S = 30 * 86_400.0
+_MARGIN = 0.05  # share of the waste that another interval has to save
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +62,6 @@ class FailurePrior:
                 raise OptionError(f"FailurePrior.{name} must be more than 0, not {value!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class Recommendation:
-    """Recommended interval from now on.
-
-    Attributes:
-        interval_steps: steps between two bases.
-        waste: its waste with the current estimates of the costs.
-        costs: these estimates.
-        changed: True if it differs from the previous recommendation.
-    """
-
-    interval_steps: int
-    waste: Waste
-    costs: Costs
-    changed: bool
-
-
 class Estimator:
     """Running estimates of :class:`~everstep.plan.costs.Costs`, and the choice that follows from
     them.
@@ -90,16 +74,7 @@ class Estimator:
             lost.
         replay_share: assumed duration of replay as a share of a step until it was measured; None:
             no recommendation before.
-        window: number of newest samples of each cost that count.
-        half_life: number of newer samples after which a sample's weight is halved.
         prior: prior belief about failures.
-        failure_half_life_s: seconds of training after which the weight of failures, and of training
-            without them, is halved; None: full weight for ever.
-        margin: another interval is recommended if it saves at least this share of the waste.
-        accelerators: see :class:`~everstep.plan.costs.Costs`.
-
-    Raises:
-        OptionError: an argument is out of range.
     """
 
     def __init__(
@@ -107,32 +82,12 @@ class Estimator:
         *,
         log: bool = True,
         replay_share: float | None = None,
-        window: int = 64,
-        half_life: float = 16.0,
         prior: FailurePrior | None = None,
-        failure_half_life_s: float | None = 30 * 86_400.0,
-        margin: float = 0.05,
-        accelerators: int = 1,
     ) -> None:
-        if replay_share is not None and (not is_number(replay_share) or not 0 < replay_share < 1):
-            raise OptionError(f"replay_share must be between 0 and 1, not {replay_share!r}")
-        if not isinstance(window, int) or not 1 <= window <= 100_000:
-            raise OptionError(f"window must be a number of samples, not {window!r}")
-        _positive("half_life", half_life)
-        if failure_half_life_s is not None:
-            _positive("failure_half_life_s", failure_half_life_s)
-        if not is_number(margin) or not 0 <= margin < 1:
-            raise OptionError(f"margin must be at least 0 and less than 1, not {margin!r}")
-        if not isinstance(accelerators, int) or accelerators < 1:
-            raise OptionError(f"accelerators must be 1 or more, not {accelerators!r}")
         self._log = log
         self._replay_share = replay_share
-        self._half_life = half_life
         self._prior = prior or FailurePrior()
-        self._failure_half_life_s = failure_half_life_s
-        self._margin = margin
-        self._accelerators = accelerators
-        self._series: dict[str, deque[float]] = {name: deque(maxlen=window) for name in _SERIES}
+        self._series: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in _SERIES}
         self._state_bytes: float | None = None
         self._trained_s = 0.0
         self._seen_s = 0.0
@@ -182,20 +137,11 @@ class Estimator:
         if passed_s <= 0:
             return
         self._trained_s += passed_s
-        half_life_s = self._failure_half_life_s
-        if half_life_s is None:
-            self._seen_s += passed_s
-            return
-        kept = 0.5 ** (passed_s / half_life_s)
+        kept = 0.5 ** (passed_s / _FAILURE_HALF_LIFE_S)
         self._failures *= kept
-        self._seen_s = self._seen_s * kept + half_life_s / math.log(2) * (1 - kept)
+        self._seen_s = self._seen_s * kept + _FAILURE_HALF_LIFE_S / math.log(2) * (1 - kept)
 
     # --- What follows from it -----------------------------------------------------------
-
-    @property
-    def trained_s(self) -> float:
-        """Seconds of training so far; a restarted process continues from here."""
-        return self._trained_s
 
     @property
     def has_steps(self) -> bool:
@@ -243,10 +189,9 @@ class Estimator:
             step_s=step_s,
             load_bytes_per_s=self._median("load_bytes_per_s"),
             base_cost_s=self._median("base_cost_s"),
-            accelerators=self._accelerators,
         )
 
-    def recommend(self) -> Recommendation | None:
+    def recommend(self) -> Choice | None:
         """Return the recommended interval; None as long as :meth:`costs` returns None.
 
         Raises:
@@ -256,71 +201,22 @@ class Estimator:
         costs = self.costs()
         if costs is None:
             return None
-        best = best_choice(costs) if self._log else without_log(costs)
-        chosen = best.interval_steps
-        wasted = best.waste
+        chosen = best_choice(costs) if self._log else without_log(costs)
         if self._held is not None and self._held >= interval_steps_min(costs):
             interval_s = self._held * costs.step_s
-            held = waste(costs, interval_s, costs.step_s if self._log else interval_s)
-            if wasted.total >= held.total * (1 - self._margin):
-                chosen = self._held
-                wasted = held
-        changed = chosen != self._held
-        self._held = chosen
-        return Recommendation(chosen, wasted, costs, changed)
+            batch_s = costs.step_s if self._log else interval_s
+            wasted = waste(costs, interval_s, batch_s)
+            if chosen.waste.total >= wasted.total * (1 - _MARGIN):
+                batch_steps = 1 if self._log else self._held
+                chosen = Choice(self._held, batch_steps, interval_s, batch_s, wasted)
+        self._held = chosen.interval_steps
+        return chosen
 
     def _add(self, name: str, value: float) -> None:
         self._series[name].append(_positive(name, value))
 
     def _median(self, name: str) -> float | None:
-        return weighted_median(self._series[name], self._half_life)
-
-    # --- Saved with the run -------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the estimates as plain data (numbers, strings, lists, dicts)."""
-        return {
-            "version": _VERSION,
-            "series": {name: list(values) for name, values in self._series.items()},
-            "state_bytes": self._state_bytes,
-            "trained_s": self._trained_s,
-            "seen_s": self._seen_s,
-            "failures": self._failures,
-            "held": self._held,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the estimates of another estimator; arguments of this one stay.
-
-        Raises:
-            OptionError: the data is not from :meth:`state_dict`; nothing was changed.
-        """
-        try:
-            if state["version"] != _VERSION:
-                raise ValueError(f"version {state['version']!r}")
-            series = {
-                name: deque(map(float, state["series"][name]), maxlen=own.maxlen)
-                for name, own in self._series.items()
-            }
-            held = state["held"]
-            if held is not None and (type(held) is not int or held < 1):
-                raise ValueError(f"held {held!r}")
-            size = state["state_bytes"]
-            size = None if size is None else _positive("state_bytes", size)
-            numbers = [_at_least_0(n, state[n]) for n in ("trained_s", "seen_s", "failures")]
-            for name, values in series.items():
-                for value in values:
-                    _positive(name, value)
-        except (KeyError, TypeError, ValueError) as error:
-            reason = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
-            raise OptionError(
-                f"not the state of an interval estimator: {reason}",
-                hint="pass a result of state_dict(), or start without one",
-            ) from error
-        self._series = series
-        self._held = held
-        self._state_bytes = size
-        self._trained_s, self._seen_s, self._failures = numbers
+        return weighted_median(self._series[name], _HALF_LIFE)
 
 
 def _positive(name: str, value: float) -> float:

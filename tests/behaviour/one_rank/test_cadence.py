@@ -21,8 +21,13 @@ from everstep.errors import StorageError
 from everstep.link.save import Save
 from everstep.options import Budget, Every, LogOptions, presets
 from everstep.plan.costs import waste
-from everstep.plan.interval import best_choice, checkfreq_interval, without_log
-from everstep.plan.seldom import WASTE_OF_NO_ACCOUNT, seldom
+from everstep.plan.interval import (
+    WASTE_OF_NO_ACCOUNT,
+    best_choice,
+    checkfreq_interval,
+    seldom,
+    without_log,
+)
 from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.start.report import Resumed
 from everstep.seams import ManualClock, Seams

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from everstep.errors import OptionError
 from everstep.plan import batch
-from everstep.plan.batch import LONGEST_S, PRICE_SHARE, BatchEstimator, least_batch
-from everstep.plan.median import weighted_median
+from everstep.plan.batch import LONGEST_S, PRICE_SHARE, BatchEstimator, least_batch, weighted_median
 
 
 def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:

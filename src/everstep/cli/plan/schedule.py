@@ -107,7 +107,7 @@ def schedule(
     low. Operators take the roofline time of the GPU's data sheet; real ones take longer, which
     leaves more time for copies. A factory gets the batch size and returns a model and a function
     that computes its loss. Exit status 3 if the link is too slow, with the bandwidth that would be
-    enough, or if the step of a model cannot be extrapolated from smaller ones.
+    enough, or if the steps of a model differ.
     """
     from everstep.plan.schedule.planned import plan_step
     from everstep.plan.schedule.tracing import trace_of

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from everstep.plan.schedule.steps import WAIT, Kind, Operator, Phase, Traced
 
-__all__ = ["Look", "Recorder", "address_of", "parts_of"]
+__all__ = ["Recorder", "address_of", "parts_of"]
 
 # Operators that write to arguments which their schemas do not mark as written.
 _UNMARKED_WRITES: Mapping[str, tuple[str, ...]] = {
@@ -42,20 +42,6 @@ _COLLECTIVE_WRITES = (
 _COLLECTIVE_READS = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_")
 
 _FRAMES_MAX = 60
-
-
-class Look(Protocol):
-    """Observer of a real step while it is traced, for comparison with real changes of the state."""
-
-    def begin(self) -> None:
-        """Prepare for the first operator."""
-
-    def after(self, number: int, operator: Operator, written: frozenset[str]) -> None:
-        """Examine the state after operator ``number``.
-
-        Args:
-            written: names of the state tensors that the operator wrote.
-        """
 
 
 @dataclass(slots=True)
@@ -84,7 +70,7 @@ class Recorder(TorchDispatchMode):
         entered: operator that was called last, as ``"aten::mm"``.
     """
 
-    def __init__(self, model: nn.Module, *, timed: bool = False, look: Look | None = None) -> None:
+    def __init__(self, model: nn.Module, *, timed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         first = next(iter(model.parameters()), None)
         self.device = torch.device("cpu") if first is None else first.device
@@ -92,7 +78,6 @@ class Recorder(TorchDispatchMode):
         self.entered = ""
         self._modules: dict[int, str] = {id(module): name for name, module in model.named_modules()}
         self._timed = timed and not self.dry
-        self._look = look
         self._phase: Phase = "forward"
         self._live: dict[int, _Seen] = {}
         self._steps: _Steps | None = None
@@ -111,8 +96,6 @@ class Recorder(TorchDispatchMode):
         for kind, name, tensor in state:
             for part in parts_of(tensor):
                 self._note(part, kind, name, begin=-1)
-        if self._look is not None:
-            self._look.begin()
 
     def gradients(self, parameters: Iterable[Tensor]) -> None:
         """Mark the gradients that backward has left as gradients."""
@@ -174,15 +157,12 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name.startswith(_COLLECTIVE):
             work = _work_of(out)
-            if work is not None and (self._timed or self._look is not None):
+            if work is not None and self._timed:
                 work.wait()
             seconds = self._now_s() - start_s if self._timed else None
             written = _unique(_written(func, args, kwargs))
             read = _unique(x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
-            number = self._record_collective(name, read, written, _ranks_of(args), seconds)
-            if self._look is not None:
-                operator = self._steps.operators[number]
-                self._look.after(number, operator, self._names(written))
+            self._record_collective(name, read, written, _ranks_of(args), seconds)
             return out
         seconds = self._now_s() - start_s if self._timed else None
         self._record(func, args, kwargs, out, seconds)
@@ -219,8 +199,6 @@ class Recorder(TorchDispatchMode):
             self._module(),
         )
         steps.operators.append(operator)
-        if self._look is not None:
-            self._look.after(number, operator, self._names(written))
 
     def _record_collective(
         self,
@@ -229,7 +207,7 @@ class Recorder(TorchDispatchMode):
         written: Sequence[Tensor],
         ranks: int,
         seconds: float | None,
-    ) -> int:
+    ) -> None:
         """Record the launch of a collective; the next operator on its tensors waits for it."""
         steps = self._recorded()
         for tensor in tensors:
@@ -245,7 +223,6 @@ class Recorder(TorchDispatchMode):
         shapes = tuple(tuple(x.shape) for x in tensors)
         operator = Operator(name, self._phase, 0, 0, dtype, seconds, shapes, "", sent)
         steps.operators.append(operator)
-        return number
 
     def _wait_for(self, tensors: Iterable[Tensor]) -> None:
         """Record the end of collectives that the next operator waits for."""
@@ -292,11 +269,6 @@ class Recorder(TorchDispatchMode):
         seen = self._live[address_of(tensor)].traced
         if seen.begin < number and seen.first_write is None:
             seen.first_write = number
-
-    def _names(self, written: Iterable[Tensor]) -> frozenset[str]:
-        return frozenset(
-            name for tensor in written for name in self._live[address_of(tensor)].traced.names
-        )
 
     def _module(self) -> str:
         """Return the name of the module whose forward runs; "" outside any forward."""

@@ -16,7 +16,7 @@ tensor is offloaded directly; only one that is offloaded later needs a snapshot,
 Corrections to the paper:
 
 - Nothing is offloaded at the first operator (Eq. 7 begins at the second), and an item that the
-  first operator writes cannot be snapshotted in time (Eq. 8 skips it). :func:`.problem_of` puts
+  first operator writes cannot be snapshotted in time (Eq. 8 skips it). :func:`problem_of` puts
   the step mark before such an operator.
 - Chunks are refined until the peak meets the bound of divisible items, or no longer falls
   (Algorithm 1 may split without end).
@@ -31,22 +31,12 @@ As in the paper, a snapshot takes no time, and a plan begins with an idle link.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from everstep.errors import InfeasibleError
-from everstep.plan.schedule.problem import (
-    Chunk,
-    Item,
-    Mode,
-    Placement,
-    Problem,
-    Schedule,
-    memory_of,
-    peak_of,
-    problem_of,
-    validate,
-)
+from everstep.errors import InfeasibleError, OptionError
+from everstep.plan.schedule.steps import StepTrace
 
 __all__ = [
     "Chunk",
@@ -63,8 +53,185 @@ __all__ = [
     "peak_of",
     "problem_of",
     "schedule",
-    "validate",
 ]
+
+Mode = Literal["paper", "direct"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor of the state.
+
+    Attributes:
+        update: operator that first writes to it; the number of operators if none does.
+    """
+
+    name: str
+    size_bytes: int
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A step, and the items to offload while it runs.
+
+    Attributes:
+        seconds: duration of each operator.
+        live_bytes: device memory of the step itself while each operator runs.
+        items: tensors to offload.
+        link_bytes_per_s: bandwidth from device to host.
+
+    Raises:
+        OptionError: the values are inconsistent.
+    """
+
+    seconds: tuple[float, ...]
+    live_bytes: tuple[int, ...]
+    items: tuple[Item, ...]
+    link_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        count = len(self.seconds)
+        if not count or len(self.live_bytes) != count:
+            raise OptionError(
+                "a problem needs the time and the memory of each operator, and one at least"
+            )
+        if not 0 < self.link_bytes_per_s < math.inf:
+            raise OptionError("times and bandwidth must be positive, and finite")
+        if any(not 0 <= s < math.inf for s in self.seconds):
+            raise OptionError("times and bandwidth must be positive, and finite")
+        if any(not 0 <= item.update <= count or item.size_bytes < 0 for item in self.items):
+            raise OptionError("an item has a negative size, or is written by a missing operator")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a checkpoint."""
+        return sum(item.size_bytes for item in self.items)
+
+    @property
+    def step_s(self) -> float:
+        """Duration of the step, in seconds."""
+        return sum(self.seconds)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the step alone."""
+        return max(self.live_bytes)
+
+    def capacities(self, mode: Mode) -> list[int]:
+        """Return the bytes that the link moves during each operator."""
+        found = [int(self.link_bytes_per_s * s) for s in self.seconds]
+        return [0, *found[1:]] if mode == "paper" else found
+
+    def needed_bytes_per_s(self, mode: Mode) -> float:
+        """Return the bandwidth that moves all items within the step, if bytes were divisible."""
+        usable_s = self.step_s - (self.seconds[0] if mode == "paper" else 0.0)
+        return self.size_bytes / usable_s if usable_s else float("inf")
+
+    def written_before(self) -> list[int]:
+        """Return for each operator the bytes of items first written by it or before; the last value
+        is that of all items."""
+        found = [0] * (len(self.seconds) + 1)
+        for item in self.items:
+            found[item.update] += item.size_bytes
+        for number in range(1, len(found)):
+            found[number] += found[number - 1]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes ``[begin, end)`` of an item, offloaded in one piece."""
+
+    item: int
+    begin: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The times at which a chunk is duplicated and offloaded.
+
+    Attributes:
+        snapshot: operator during which it is duplicated; None: it is offloaded directly.
+        offload: operator during which it is offloaded.
+    """
+
+    chunk: Chunk
+    snapshot: int | None
+    offload: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A plan.
+
+    Attributes:
+        peak_bytes: maximum device memory, including that of the step itself.
+        bound_bytes: lower bound of the peak, for chunks of any size.
+        chunk_bytes: maximum size of a chunk.
+    """
+
+    mode: Mode
+    placements: tuple[Placement, ...]
+    peak_bytes: int
+    bound_bytes: int
+    chunk_bytes: int
+
+    @property
+    def gap(self) -> float:
+        """Distance of the peak from the bound, as a share of the bound."""
+        return self.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
+
+
+def problem_of(trace: StepTrace, seconds: Sequence[float], link_bytes_per_s: float) -> Problem:
+    """Return the planning problem of a traced step.
+
+    If the first operator writes to the state (as that of a model that begins with a BatchNorm and
+    its counter of batches), the step mark precedes it as an operator that takes no time: the item
+    is duplicated there, as training does. The paper does not cover this (its Eq. 8 skips the first
+    operator).
+
+    Args:
+        seconds: duration of each operator (:func:`everstep.plan.schedule.devices.seconds_of`).
+    """
+    marked = any(tensor.first_write == 0 for tensor in trace.state)
+    seconds = list(seconds)
+    live_bytes = trace.live_bytes()
+    if marked:
+        seconds.insert(0, 0.0)
+        live_bytes.insert(0, sum(x.size_bytes for x in trace.tensors if x.begin < 0))
+    writes = [len(trace.operators) if (w := x.first_write) is None else w for x in trace.state]
+    items = tuple(
+        Item(tensor.name, tensor.size_bytes, write + marked)
+        for tensor, write in zip(trace.state, writes, strict=True)
+    )
+    return Problem(tuple(seconds), tuple(live_bytes), items, link_bytes_per_s)
+
+
+def peak_of(problem: Problem, placements: Sequence[Placement]) -> int:
+    """Return the maximum bytes at any operator."""
+    return max(memory_of(problem, placements))
+
+
+def memory_of(problem: Problem, placements: Sequence[Placement]) -> list[int]:
+    """Return the bytes while each operator runs: the step's own and all snapshots."""
+    change = [0] * (len(problem.seconds) + 1)
+    for place in placements:
+        if place.snapshot is not None:
+            change[place.snapshot] += place.chunk.size_bytes
+            change[place.offload + 1] -= place.chunk.size_bytes
+    found = []
+    extra = 0
+    for number, live in enumerate(problem.live_bytes):
+        extra += change[number]
+        found.append(live + extra)
+    return found
+
 
 _CHUNKS_BYTES = (4 << 20, 1 << 20, 256 << 10, 64 << 10, 16 << 10, 4 << 10, 1 << 10)
 _LARGE_BYTES = 16 << 10

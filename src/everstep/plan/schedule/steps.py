@@ -11,7 +11,6 @@ from itertools import zip_longest
 from typing import Literal
 
 import torch
-import xxhash
 
 __all__ = ["WAIT", "Kind", "Operator", "Phase", "StepTrace", "Traced", "difference"]
 
@@ -107,16 +106,6 @@ class StepTrace:
     device: str
     step_s: float | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def signature(self) -> str:
-        """Digest of operators, shapes and tensors: steps with the same signature fit one plan."""
-        digest = xxhash.xxh3_128()
-        for operator in self.operators:
-            digest.update(repr(replace(operator, seconds=None)).encode())
-        for tensor in self.tensors:
-            digest.update(repr(tensor).encode())
-        return digest.hexdigest()
 
     @property
     def state(self) -> tuple[Traced, ...]:

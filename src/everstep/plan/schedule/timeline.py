@@ -3,7 +3,7 @@
 In production, training is not traced, so operators and lifetimes of tensors are unknown. There are
 only *events* (a module begins, a gradient exists, an optimizer is about to update), numbered from
 the step mark, event 0. The time from one event to the next takes the place of an operator in
-:class:`.problem.Problem`. Tensors are divisible, except for those whose memory differs from their
+:class:`.schedule.Problem`. Tensors are divisible, except for those whose memory differs from their
 form in the file. So the plan for divisible items is used itself: each interval of the step fills
 the link, first with items that the next update overwrites, then earliest deadline first. No plan
 needs fewer duplicates (:func:`.schedule.bound`; Checkflow section III-A in the direct mode).

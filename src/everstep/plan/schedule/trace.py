@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
-from everstep.plan.schedule.recorder import Look, Recorder
+from everstep.plan.schedule.recorder import Recorder
 from everstep.plan.schedule.steps import Kind, Operator, Phase, StepTrace, Traced, difference
 
 __all__ = [
     "Kind",
-    "Look",
     "Operator",
     "Parallel",
     "Phase",
@@ -62,7 +61,6 @@ def trace_training(
     *,
     warm_up: bool = True,
     timed: bool = False,
-    look: Look | None = None,
     parallel: Parallel | None = None,
     scaler: GradScaler | None = None,
 ) -> StepTrace:
@@ -78,10 +76,9 @@ def trace_training(
         loss: computes forward and loss of one batch, whose inputs exist already.
         warm_up: False directly after another trace of the same model and optimizer.
         timed: measure each operator by itself (of no use on the meta device).
-        look: observer of the step, for comparison with real changes of the state.
         parallel: collectives to record without running them.
         scaler: scales the loss and unscales the gradients; its scale and growth counter belong to
-            the state. An update that it skips is not in the trace (:mod:`.scaling`).
+            the state. An update that it skips is not in the trace.
 
     Raises:
         OptionError: a scaler together with updates within backward, where gradients are not
@@ -98,7 +95,7 @@ def trace_training(
         warm_up_steps = 2
     else:
         warm_up_steps = parallel.warm_up_steps if parallel is not None else 1
-    recorder = Recorder(model, timed=timed, look=look)
+    recorder = Recorder(model, timed=timed)
     apart = {} if isinstance(optimizer, Optimizer) else dict(optimizer)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(apart.values())
 

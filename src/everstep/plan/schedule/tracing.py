@@ -1,15 +1,14 @@
-"""Ways to trace a step: without a device, on the device, or scaled up from a smaller step.
+"""Ways to trace a step: without a device, or on one.
 
 The meta device needs neither memory nor time, but runs no autocast, and not every operator. Fake
-tensors record casts, too. If an operator needs data, small real batches are traced on the CPU, and
-sizes are extrapolated to the requested batch: they are linear in it, which a third batch confirms.
+tensors record casts, too. If an operator needs data, a real step is traced on the CPU.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.plan.schedule.parallel import Buckets
-from everstep.plan.schedule.scaling import UpdatingScaler
-from everstep.plan.schedule.steps import Operator, StepTrace, difference
+from everstep.plan.schedule.steps import StepTrace, difference
 from everstep.plan.schedule.trace import trace_training
 
-__all__ = ["Optimizers", "Training", "drawn_out", "trace_of"]
+__all__ = ["Optimizers", "Training", "trace_of"]
 
 Training = Callable[[int], tuple[nn.Module, Callable[[], Tensor]]]
 """Function of a batch size that makes, on the default device, a model and its loss on a batch."""
@@ -33,7 +32,6 @@ Training = Callable[[int], tuple[nn.Module, Callable[[], Tensor]]]
 Optimizers = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Function that makes an optimizer of parameters."""
 
-_SMALL = (2, 3, 4)
 _FAKE = "fake"
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -65,8 +63,7 @@ def trace_of(
         OptionError: autocast to something other than a 16-bit float; ranks or a scaler together
             with updates within backward, where gradients are neither averaged nor unscaled yet;
             or ``training`` returns no model with trained parameters, or no loss.
-        UnsupportedStateError: the two steps differ, with the first difference; or sizes that must
-            be extrapolated are not linear in the batch.
+        UnsupportedStateError: the two steps differ, with the first difference.
     """
     if autocast is not None and autocast not in _HALF:
         raise OptionError(f"autocast to {autocast}", hint="torch.bfloat16 or torch.float16")
@@ -96,73 +93,8 @@ def trace_of(
                 raise
             except UnsupportedStateError as error:
                 why = error.message
-        if batch <= _SMALL[-1]:
-            found = _alike(asked, batch, "cpu")
-            how = "traced on the CPU"
-        else:
-            found = drawn_out({size: _alike(asked, size, "cpu") for size in _SMALL}, batch)
-            how = f"extrapolated from batches of {', '.join(map(str, _SMALL))} on the CPU"
-    return replace(found, notes=(*found.notes, f"{how}: {why}"))
-
-
-def drawn_out(small: Mapping[int, StepTrace], batch: int) -> StepTrace:
-    """Extrapolate the step of a batch from those of smaller batches: sizes are linear in it.
-
-    Args:
-        small: traces by batch size, at least three.
-
-    Raises:
-        UnsupportedStateError: the steps differ in more than sizes, or a size is not linear.
-    """
-    (x, one), (y, two), *rest = sorted(small.items())
-    assert rest, "a third trace confirms the line through two"
-    for size, trace in rest:
-        said = difference(_line(one, two, x, y, size), _untimed(trace))
-        if said is not None:
-            raise UnsupportedStateError(
-                f"the step's sizes are not linear in the batch ({x}, {y}, {size}), so the step of "
-                f"batch {batch} cannot be extrapolated: {said}",
-                leaves=(("model", "a step that is not linear in its batch"),),
-                hint="register fake kernels for its operators, or trace with times on a device",
-            )
-    return _line(one, two, x, y, batch)
-
-
-def _line(one: StepTrace, two: StepTrace, x: int, y: int, to: int) -> StepTrace:
-    """Return the step on the line through two steps.
-
-    Where the two differ in more than sizes, the first is kept: the comparison with a third fails.
-    """
-
-    def at(a: int, b: int) -> int:
-        step, rest = divmod((b - a) * (to - x), y - x)
-        return a + step if not rest else -1  # no size: the comparison with a third step fails
-
-    def operator(a: Operator, b: Operator) -> Operator:
-        if len(a.shapes) != len(b.shapes) or any(map(_unlike, a.shapes, b.shapes)):
-            return a
-        shapes = tuple(tuple(map(at, s, t)) for s, t in zip(a.shapes, b.shapes, strict=True))
-        sent = None if a.sent_bytes is None else at(a.sent_bytes, b.sent_bytes or 0)
-        flops = at(a.flops, b.flops)
-        moved = at(a.moved_bytes, b.moved_bytes)
-        return replace(
-            a, seconds=None, shapes=shapes, flops=flops, moved_bytes=moved, sent_bytes=sent
-        )
-
-    operators = tuple(map(operator, one.operators, two.operators))
-    tensors = tuple(
-        replace(a, size_bytes=at(a.size_bytes, b.size_bytes))
-        for a, b in zip(one.tensors, two.tensors, strict=False)
-    )
-    return StepTrace(operators, tensors, one.device)
-
-
-def _unlike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return len(one) != len(other)
-
-
-def _untimed(trace: StepTrace) -> StepTrace:
-    return replace(trace, operators=tuple(replace(o, seconds=None) for o in trace.operators))
+        found = _alike(asked, batch, "cpu")
+    return replace(found, notes=(*found.notes, f"traced on the CPU: {why}"))
 
 
 class _UnlikeError(UnsupportedStateError):
@@ -226,7 +158,7 @@ def _steps(asked: _Asked, batch: int, device: str, count: int) -> list[StepTrace
                 with torch.autocast(torch.device(where).type, dtype=asked.autocast):
                     return plain()
 
-            scaler = UpdatingScaler(torch.device(where).type) if asked.scaled else None
+            scaler = _UpdatingScaler(torch.device(where).type) if asked.scaled else None
             buckets = None if asked.ranks is None else Buckets(model, asked.ranks)
             timed = device not in (_FAKE, "meta")
             found = []
@@ -313,3 +245,30 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _fake_device() -> str:
     """Return the device type whose autocast fake tensors follow; "cuda" needs a torch with CUDA."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class _UpdatingScaler(GradScaler):
+    """A ``GradScaler`` that never skips an update: a step without one has fewer deadlines.
+
+    It runs the operators of torch's own scaler in a step with an update, in the same order. The
+    scale is 1, so that a real step stays finite.
+
+    Args:
+        device: type of the device, like ``"cuda"``.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device, init_scale=1.0)
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        for found_inf in optimizer_state["found_inf_per_device"].values():
+            if not _without_data(found_inf):
+                found_inf.item()  # torch synchronizes with the device here, so the trace does, too
+        loss: float | None = optimizer.step(*args, **kwargs)
+        return loss
+
+
+def _without_data(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "meta" or type(tensor) is not torch.Tensor

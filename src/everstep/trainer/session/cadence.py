@@ -24,9 +24,8 @@ from rich.filesize import decimal
 from everstep.config.options import Every, Options
 from everstep.errors import InfeasibleError
 from everstep.link.save import Save
-from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
-from everstep.plan.interval import Choice, checkfreq_interval, without_log
-from everstep.plan.seldom import seldom
+from everstep.plan.estimator import Estimator, FailurePrior
+from everstep.plan.interval import checkfreq_interval, seldom, without_log
 from everstep.seams import Clock
 from everstep.seams.stderr import print_line
 from everstep.trainer.attach.keepers import Keepers
@@ -344,12 +343,10 @@ class Cadence(Participant):
             wanted = checkfreq_interval(step_s=step_s, stall_s=cost_s, persist_s=costs.write_s)
             why = "as often as a base is durable before the next one"
         else:
-            found: Choice | Recommendation
             log = self._options.logs
             try:
-                recommended = self._estimator.recommend()
-                assert recommended is not None
-                found = recommended
+                found = self._estimator.recommend()
+                assert found is not None
             except InfeasibleError as error:
                 found = without_log(costs)
                 why = f"{error.message}; "
