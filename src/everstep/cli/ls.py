@@ -124,10 +124,6 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
         else:
             return Choice(base, skipped)
     skipped.update({BaseId(one.timeline, one.step): one.reason for one in found.damaged})
-    if hidden := found.unreachable:
-        listed = hidden.path in inventory.unreachable.get(hidden.timeline, ())
-        had = None if listed else hidden.message
-        return Choice(None, skipped, f"{hidden.message}: it would fail", had)
     if found.ordered or found.damaged:
         return Choice(None, skipped, "there are bases, but none can be used: it would fail")
     if had := describe_missing_steps(inventory.timelines, inventory.branches):

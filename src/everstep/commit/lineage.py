@@ -84,7 +84,7 @@ def branches_of(
         if record is None:
             found[number] = Branch(number, max(found, default=None), None)
             resting = number if number in used else resting
-        elif _is_void(record, there, used):
+        elif _is_void(record, timelines, there, used):
             found[number] = Branch(number, record.parent if resting is None else resting, None)
         else:
             found[number] = Branch(number, record.parent, record.fork_step)
@@ -92,8 +92,16 @@ def branches_of(
     return found
 
 
-def _is_void(record: TimelineRecord, there: Collection[BaseId], used: Collection[int]) -> bool:
+def _is_void(
+    record: TimelineRecord,
+    timelines: Collection[int],
+    there: Collection[BaseId],
+    used: Collection[int],
+) -> bool:
     if record.parent is None or record.timeline in used:
+        return False
+    # The directory of a parent is never removed, so a missing one was lost, with newer bases.
+    if record.parent not in timelines:
         return False
     return BaseId(*(record.base or (record.parent, record.fork_step))) not in there
 

@@ -13,7 +13,6 @@ from everstep.commit.lineage import BaseId, describe_missing_steps
 from everstep.errors import OptionError, StateError, StorageError
 from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, parse_timeline, timeline_dir
 from everstep.format.records import RunRecord, TimelineRecord
-from everstep.run.candidates import newest_unreachable
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import Seams
 from everstep.seams.files.filesystem import FileSystem
@@ -43,14 +42,6 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
         if RUN_RECORD not in {entry.name for entry in filesystem.scan(run)}:
             _sync_parents(filesystem, run)
         inventory = scan_run(filesystem, run)
-        unreachable = newest_unreachable(inventory)
-        # A new id would make the unreachable timelines those of another run.
-        if inventory.run is None and unreachable is not None:
-            raise StateError(
-                f"{unreachable.message}, and no other file records the id of the run",
-                path=unreachable.path,
-                hint="move it back to its place (a symbolic link to the entire run folder works)",
-            )
         record = RunRecord(run=inventory.run or uuid.uuid4().hex)
         path = run / RUN_RECORD
         # Exclusive creation also proves that the folder is writable.
@@ -99,13 +90,6 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: BaseId | None)
             "resume() was not called: training would silently start over",
             path=run,
             hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
-        )
-    if unreachable := newest_unreachable(inventory):
-        raise StateError(
-            f"{unreachable.message}, and resume() was not called: training would silently "
-            "start over",
-            path=unreachable.path,
-            hint=unreachable.hint,
         )
     if had := describe_missing_steps(inventory.timelines, inventory.branches):
         raise StateError(

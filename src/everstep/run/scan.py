@@ -149,9 +149,6 @@ class Inventory:
         run: id of the run; None if the folder is empty or missing.
         timelines: records by timeline number; None for a damaged record.
         abandoned: numbers of timeline directories without a record: reserved, but never opened.
-        unreachable: by timeline, paths that exist but cannot be read, with the reason; symbolic
-            links are among them. Their contents may be newer than everything readable
-            (:func:`everstep.run.candidates.newest_unreachable`).
         logged: timelines without bases, but with log segments, so training took place on them.
         names: names in the directory of each timeline.
         problems: ``(path, problem)`` of damaged records other than those of bases.
@@ -161,7 +158,6 @@ class Inventory:
     run: str | None = None
     timelines: dict[int, TimelineRecord | None] = field(default_factory=dict)
     abandoned: list[int] = field(default_factory=list)
-    unreachable: dict[int, dict[PurePath, str]] = field(default_factory=dict)
     logged: set[int] = field(default_factory=set)
     names: dict[int, frozenset[str]] = field(default_factory=dict)
     bases: list[BaseFound] = field(default_factory=list)
@@ -176,16 +172,13 @@ class Inventory:
     @property
     def next_timeline(self) -> int:
         """Smallest timeline number not yet taken."""
-        return max([*self.timelines, *self.abandoned, *self.unreachable], default=0) + 1
+        return max([*self.timelines, *self.abandoned], default=0) + 1
 
     def may_hold(self, timeline: int, name: str) -> bool:
         """Return False if a timeline's directory certainly has no usable entry of this name.
 
-        That is so if the name is a link, or if it was absent when the timeline had already been
-        superseded.
+        That is so if it was absent when the timeline had already been superseded.
         """
-        if timeline_dir(self.path, timeline) / name in self.unreachable.get(timeline, ()):
-            return False
         names = self.names.get(timeline)
         return names is None or name in names or timeline + 1 not in self.names
 
@@ -279,6 +272,7 @@ class _Scan:
         if RUN_RECORD not in names and not numbers:
             self._refuse_foreign(names)
             return
+        self._refuse_renamed(entries, numbers)
         if RUN_RECORD in names:
             record = self._record(self._path / RUN_RECORD, RunRecord)
             inventory.run = record.run if record else None
@@ -286,11 +280,8 @@ class _Scan:
             inventory.problems.append((self._path / RUN_RECORD, "is missing"))
         for number in sorted(numbers):
             directory = timeline_dir(self._path, number)
-            if names[directory.name].kind != "dir":
-                self._note_unreachable(number, directory, names[directory.name].kind)
-                continue
+            _refuse_irregular(directory, names[directory.name].kind)
             self._scan_timeline(number, directory)
-        self._note_renamed(entries, numbers)
         # The id is in every record, so a damaged run.json loses nothing.
         if inventory.run is None:
             ids = [record.run for record in inventory.timelines.values() if record is not None]
@@ -312,19 +303,18 @@ class _Scan:
                 hint="choose a new or empty directory",
             )
 
-    def _note_renamed(self, entries: list[DirEntry], numbers: list[int]) -> None:
-        """Record directories that look like timelines renamed by hand."""
+    def _refuse_renamed(self, entries: list[DirEntry], numbers: list[int]) -> None:
         for entry in entries:
             renamed = parse_renamed_timeline(entry.name)
-            if renamed is None or renamed in numbers or entry.kind not in ("dir", "link"):
-                continue
-            path = self._path / entry.name
-            # Links are not followed, so nothing can be said about what they lead to.
-            if entry.kind == "link" or _holds_timeline(self._filesystem, path):
+            if renamed is not None and renamed not in numbers and entry.kind in ("dir", "link"):
                 original = timeline_dir(self._path, renamed).name
-                why = f"looks like timeline {renamed}, renamed from {original}"
-                self.inventory.unreachable.setdefault(renamed, {})[path] = why
-                self.inventory.problems.append((path, why))
+                path = self._path / entry.name
+                raise ForeignDirectoryError(
+                    f"{path} looks like timeline {renamed}, renamed from {original}: its contents "
+                    "may be newer than everything readable",
+                    path=path,
+                    hint="rename it back, or move it out of the run folder to go on without it",
+                )
 
     def _scan_timeline(self, number: int, directory: PurePath) -> None:
         inventory = self.inventory
@@ -336,8 +326,7 @@ class _Scan:
                 number, directory / TIMELINE_RECORD, entries[TIMELINE_RECORD]
             )
         for kind in (BASE_DIR, LOG_DIR, LOSSY_DIR):
-            if kinds.get(kind, "dir") != "dir":
-                self._note_unreachable(number, directory / kind, kinds[kind])
+            _refuse_irregular(directory / kind, kinds.get(kind, "dir"))
         mine = []
         if kinds.get(BASE_DIR) == "dir":
             mine = self._bases(number, directory / BASE_DIR)
@@ -402,11 +391,6 @@ class _Scan:
         record = _try(self._filesystem, path, kind, problems)
         self.inventory.problems += [(path, problem) for problem in problems]
         return record
-
-    def _note_unreachable(self, number: int, path: PurePath, kind: str) -> None:
-        """Record a path of a timeline that should be a directory and is not."""
-        self.inventory.unreachable.setdefault(number, {})[path] = not_a_directory(kind)
-        self.inventory.problems.append((path, not_a_directory(kind)))
 
 
 def bases_keeping_log(bases: Iterable[BaseFound]) -> list[BaseId]:
@@ -499,9 +483,19 @@ def not_a_directory(kind: str) -> str:
     return f"is not a directory (but a {'file' if kind == 'file' else 'special file'})"
 
 
-def _holds_timeline(filesystem: FileSystem, directory: PurePath) -> bool:
-    names = {entry.name for entry in filesystem.scan(directory)}
-    return not names.isdisjoint((TIMELINE_RECORD, BASE_DIR, LOG_DIR))
+def _refuse_irregular(path: PurePath, kind: str) -> None:
+    """Refuse a run of which a part lies elsewhere: its contents may be newer than all the rest.
+
+    Raises:
+        ForeignDirectoryError: the path of a timeline, or of its bases or logs, is not a directory.
+    """
+    if kind != "dir":
+        raise ForeignDirectoryError(
+            f"{path} {not_a_directory(kind)}: its contents may be newer than everything readable",
+            path=path,
+            hint="move it back to its place (a symbolic link to the entire run folder works), or "
+            "remove it to go on without it",
+        )
 
 
 def _holds_segments(filesystem: FileSystem, log: PurePath) -> bool:

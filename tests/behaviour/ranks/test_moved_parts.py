@@ -5,14 +5,12 @@ started over, nor set back, because a part was not looked at."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from everstep.cli.common.errors import ExitCode
-from everstep.errors import EverstepError, RecoveryError, StateError
+from everstep.errors import EverstepError, ForeignDirectoryError, RecoveryError
 from everstep.format.names import (
     BASE_DIR,
     LOG_DIR,
@@ -62,48 +60,30 @@ def run(tmp_path: Path) -> Path:
 def refused(run: Path, named: Path) -> str:
     """Check that no way of starting goes on, and that resume() and the tools name the same path."""
     files = sorted(run.rglob("*"))
-    with pytest.raises(RecoveryError) as caught:
+    with pytest.raises(ForeignDirectoryError) as caught:
         look(run)
     told = str(caught.value)
     assert str(named) in told
-    assert "resume(step=0) starts from scratch" in told
-    with pytest.raises(RecoveryError):
-        look(run, strict=False)
-    with opened(run, {"n": -1}) as ckpt, pytest.raises(StateError, match="resume"):
+    assert "go on without it" in told
+    with pytest.raises(ForeignDirectoryError), opened(run, {"n": -1}) as ckpt:
         ckpt.step()
     for verb in ("ls", "verify"):
         shown = invoke(verb, run)
-        assert shown.exit_code == 1
-        assert named.name in shown.stdout
-    assert logged.document("ls", run, status=1)["resume"] is None
-    assert "it would fail" in " ".join(invoke("ls", run).stdout.split())
+        assert shown.exit_code == ExitCode.USAGE
+        assert named.name in shown.stderr
     assert sorted(run.rglob("*")) == files, "nothing was changed"
     return told
 
 
-@pytest.mark.parametrize("part", ["timeline-00002", "timeline-00002/base", "timeline-00002/log"])
-def test_a_part_of_the_newest_timeline_behind_a_link(run: Path, part: str) -> None:
+@pytest.mark.parametrize(
+    "part", ["timeline-00001", "timeline-00002", "timeline-00002/base", "timeline-00002/log"]
+)
+def test_a_part_behind_a_link(run: Path, part: str) -> None:
     if part.endswith("log"):
         (run / part).mkdir()
     link_away(run / part)
-    told = refused(run, run / part)
-    assert "symbolic link" in told
-    newest = "step 4 of timeline 2" if part.endswith("log") else "step 2 of timeline 1"
-    assert f"continues from {newest} without it" in told
+    assert "symbolic link" in refused(run, run / part)
     put_back(run / part)
-    assert look(run)[1] == 4
-
-
-def test_all_timelines_behind_links(run: Path) -> None:
-    for number in (1, 2):
-        link_away(timeline(run, number))
-    assert "continues from" not in refused(run, timeline(run, 2))
-    (run / RUN_RECORD).unlink()  # a new one would make another run of it
-    with pytest.raises(StateError, match="no other file records the id"):
-        look(run)
-    assert not (run / RUN_RECORD).exists()
-    for number in (1, 2):
-        put_back(timeline(run, number))
     assert look(run)[1] == 4
 
 
@@ -113,38 +93,11 @@ def test_a_link_that_leads_nowhere(run: Path) -> None:
     refused(run, timeline(run, 2))
 
 
-@pytest.mark.parametrize("part", ["timeline-00001", "timeline-00001/base"])
-def test_what_is_older_than_what_is_restored_may_be_behind_a_link(run: Path, part: str) -> None:
-    link_away(run / part)
-    recovery, value = look(run)
-    assert (recovery.step, value) == (4, 4)
-    assert part in str(recovery.notes)
-    for step in (3, 4):
-        Path(base_folder(run, step, 2) / "rank-00000.safetensors").write_bytes(b"")
-    refused_for = run / part
-    with pytest.raises(RecoveryError, match=refused_for.name):
-        look(run)
-
-
 def test_the_run_folder_itself_may_be_a_link(run: Path) -> None:
     real = run.with_name("real")
     run.rename(real)
     run.symlink_to(real)
     assert look(run)[1] == 4
-
-
-def test_a_step_that_is_asked_for_leaves_the_link_behind(run: Path) -> None:
-    """The branch that it leads to is given up, and stays so when it is put back."""
-    link_away(timeline(run, 2))
-    with pytest.raises(RecoveryError, match=r"timeline-00002 is a symbolic link"):
-        look(run, step=4)
-    assert look(run, step=2)[1] == 2
-    assert not timeline(run, 4).exists()
-    assert timeline(run, 3).exists()
-    assert look(run)[1] == 2
-    put_back(timeline(run, 2))
-    assert look(run)[1] == 2
-    assert look(run, step=4)[1] == 4
 
 
 @pytest.mark.parametrize("name", ["timeline-00002.bak", "old-timeline-00002"])
@@ -165,7 +118,6 @@ def test_the_only_timeline_renamed(tmp_path: Path) -> None:
 def test_a_second_copy_of_a_timeline_is_in_nobodys_way(run: Path) -> None:
     shutil.copytree(timeline(run, 2), run / "timeline-00002.bak")
     (run / "timeline-00007.json").write_text("a profile of the user's")
-    (run / "timeline-00008 pictures").mkdir()
     recovery, value = look(run)
     assert (recovery.notes, value) == ((), 4)
     assert timeline(run, 3).exists()
@@ -189,8 +141,8 @@ def test_a_copy_without_a_timeline_of_the_history(run: Path) -> None:
     """Timeline 3 began in timeline 2, and nobody has trained on it yet."""
     look(run)
     shutil.rmtree(timeline(run, 2))
-    told = refused(run, timeline(run, 2))
-    assert "is missing, although timeline 3 forked from it" in told
+    with pytest.raises(RecoveryError, match="had step 4"):
+        look(run)
     assert look(run, step=2)[1] == 2
     assert look(run)[1] == 2
 
@@ -243,7 +195,7 @@ def test_a_base_of_another_run(run: Path, tmp_path: Path) -> None:
         look(run)
 
 
-@pytest.mark.parametrize("part", ["log", "segment", "data"])
+@pytest.mark.parametrize("part", ["segment", "data"])
 def test_a_log_behind_links(tmp_path: Path, part: str) -> None:
     """The base of step 6 alone would be taken for all that there is."""
     run = tmp_path / "run"
@@ -252,18 +204,14 @@ def test_a_log_behind_links(tmp_path: Path, part: str) -> None:
     if base.exists():
         shutil.rmtree(base)
     log = timeline(run, 1) / LOG_DIR
-    for one in [log] if part == "log" else sorted(log.iterdir()):
+    for one in sorted(log.iterdir()):
         link_away(one if part != "data" else one / "rank-00000.safetensors")
     shown = invoke("verify", run)
     assert shown.exit_code == 1
     assert "symbolic link" in " ".join(shown.stdout.split())
     assert invoke("ls", run).exit_code == 1
     with logged.opened(run, World()) as ckpt:
-        if part == "log":
-            with pytest.raises(RecoveryError, match=r"log is a symbolic link"):
-                ckpt.resume()
-        else:
-            assert "symbolic link" in str(ckpt.resume().skipped)
+        assert "symbolic link" in str(ckpt.resume().skipped)
     logged.forget(run)
 
 
@@ -281,12 +229,6 @@ def test_several_ranks(tmp_path: Path, how: str) -> None:
     else:
         moved = moved.rename(path / "timeline-00002.bak")
 
-    def failing(call: Callable[[Any], Any]) -> str:
-        with trainings(path, path, **ON_DISK) as ranks, pytest.raises(EverstepError) as caught:
-            call(ranks)
-        return str(caught.value)
-
-    for call in (resume, lambda ranks: train_all(ranks, 1)):
-        assert moved.name in failing(call)
-    with trainings(path, path, **ON_DISK) as ranks:
-        assert {one.step for one in resume(ranks, 3)} == {3}
+    with pytest.raises(EverstepError) as caught, trainings(path, path, **ON_DISK):
+        pass
+    assert moved.name in str(caught.value)

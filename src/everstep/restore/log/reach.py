@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from everstep.commit.job.offers import recovery_hint
 from everstep.commit.lineage import BaseId, describe_missing_steps
 from everstep.errors import RecoveryError
-from everstep.run.candidates import Candidates, Skipped, candidates, newest_unreachable
+from everstep.run.candidates import Candidates, Skipped, candidates
 from everstep.run.chain import Chain, LogIndex, chains, path_of
 from everstep.run.scan import BaseFound, Inventory
 
@@ -92,14 +92,11 @@ def _leading_to(
             ordered.setdefault(key, Chain(key, (), ""))
     if ordered:
         return list(ordered.values())
-    hint = "existing steps: " + (_listed(lsns, index, inventory) or "none")
-    if (hidden := newest_unreachable(inventory)) is not None:
-        hint += f"; {hidden.message}"
     raise RecoveryError(
         f"neither a base nor the log has step {step}",
         step=step,
         path=inventory.path,
-        hint=hint,
+        hint="existing steps: " + (_listed(lsns, index, inventory) or "none"),
     )
 
 
@@ -118,8 +115,6 @@ def nothing_restorable(
         skipped: choices tried, with the reasons.
         apart: a base fits the live state incompletely, and the log after it does not.
     """
-    if chosen.candidates.unreachable is not None:
-        return chosen.candidates.unreachable.error()
     had = (
         None
         if step is not None

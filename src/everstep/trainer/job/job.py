@@ -28,9 +28,7 @@ from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.report import Resumed
 from everstep.restore.start.request import ResumeRequest
 from everstep.restore.start.resume_job import resume_all_ranks
-from everstep.run.candidates import refuse_unreachable
 from everstep.run.folder import open_run_folder
-from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.network.group import Group, group_of_job, store_survives_restarts
 from everstep.seams.network.mailbox import NoMailbox
@@ -277,8 +275,6 @@ def resume_as_job_of_one(
     Raises:
         RecoveryError, MismatchError
     """
-    if request.step is None:
-        refuse_unreachable(scan_run(request.seams.filesystem, request.run))
     copies = Copies((), request.run)
     filesystem = request.seams.filesystem
     if isinstance(filesystem, RunWithCopies):  # a job reads its disk and the copies separately

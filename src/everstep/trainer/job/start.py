@@ -36,14 +36,11 @@ from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.report import Resumed
 from everstep.restore.start.request import ResumeRequest
 from everstep.restore.start.resume_job import resume_all_ranks
-from everstep.run.candidates import refuse_unreachable
-from everstep.run.scan import scan_run
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.network.mailbox import TcpMailbox
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.job.option_check import refuse_other_calls
 from everstep.trainer.job.own_parameters import own_parameters_message
 from everstep.trainer.job.run_folder import Exchange, SharedRun
@@ -123,9 +120,6 @@ class JobStart:
         with contextlib.ExitStack() as opened:
             # Until the exchange, the other ranks wait for this rank's message, whatever it says.
             with reporting_failure(self._exchange):
-                if step is None:
-                    with storage_errors("resume", request.run, rank=self._info.rank):
-                        refuse_unreachable(scan_run(request.seams.filesystem, request.run))
                 mailbox = self._open_mailbox()
                 opened.callback(mailbox.close)
                 node = self._node_start(request)
