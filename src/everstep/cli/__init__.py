@@ -10,7 +10,7 @@
 ``demo``        trains, is killed, resumes, compares every bit
 
 ``common`` holds shared code: ``errors``, ``output``, ``runs``, ``paths``, ``units``, ``log``,
-``audit``, ``pictures``, ``streams``.
+``audit``, ``pictures``.
 
 Other distributions add verbs (``plugins``); everstep-bench adds two:
 
@@ -24,13 +24,14 @@ none if the command is interrupted.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from typing import Annotated
 
 import typer
 
 from everstep.cli.common.errors import EXIT_STATUS, EverstepGroup, ExitCode
-from everstep.cli.common.streams import OutputLostError, guarded_output
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
 from everstep.cli.du import du
@@ -84,15 +85,27 @@ add_plugged_in(app)
 
 
 def main() -> int:
-    """Run the command; return the exit status."""
-    with guarded_output():
-        try:
-            status = _run()
+    """Run the command; return the exit status.
+
+    If the reader of a pipe has ended (``everstep ls run | head``), the rest is dropped. Any other
+    failure of standard output is reported in one line.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            # Characters missing in the terminal's encoding are escaped, never an error.
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = _run()
+        if sys.stdout is not None:
             sys.stdout.flush()
-        except OutputLostError as error:
-            typer.echo(f"error: {error}", err=True)
-            return ExitCode.ENVIRONMENT
-        return status
+    except OSError as error:
+        # The interpreter flushes once more when it ends, and must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return ExitCode.OK
+        typer.echo(f"error: could not write standard output: {error.strerror}", err=True)
+        return ExitCode.ENVIRONMENT
+    return status
 
 
 def _run() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import mmap
 import os
 import platform
@@ -35,16 +34,13 @@ from everstep.version import is_too_old
 __all__ = ["Check", "doctor"]
 
 _PAGE_BYTES = 4096
-_PYTHON_MIN = (3, 10)
 _FREE_FAIL_BYTES = 64 << 20
 _FREE_WARN_BYTES = 5 << 30
 _MEMORY_FAIL_BYTES = 64 << 20
 _MEMORY_WARN_BYTES = 1 << 30
-_SHM_WARN_BYTES = 1 << 30
 _SYNC_WARN_S = 0.5
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "gpfs", "beegfs", "glusterfs")
 _VOLATILE = ("tmpfs", "ramfs")
-_LIBRARIES = ("numpy", "safetensors", "xxhash", "msgpack", "msgspec", "rich", "typer")
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -118,9 +114,8 @@ def _nearest_directory(asked: Path) -> Path:
 
 
 def _machine() -> list[Check]:
-    about = (_platform, _python, _torch, _libraries, _cores)
-    memory = (_memory, _locked_memory, _memfd, _shm)
-    return [check() for check in (*about, *memory)]
+    checks = (_platform, _torch, _cores, _memory, _locked_memory, _memfd)
+    return [check() for check in checks]
 
 
 def _platform() -> Check:
@@ -130,13 +125,6 @@ def _platform() -> Check:
     if not sys.platform.startswith("linux"):
         return Check("platform", "warn", found, "Linux is the platform; here the CPU only works")
     return Check("platform", "ok", found)
-
-
-def _python() -> Check:
-    found = f"{platform.python_implementation()} {platform.python_version()}"
-    if sys.version_info < _PYTHON_MIN:
-        return Check("python", "fail", found, "Python 3.10 or newer")
-    return Check("python", "ok", found)
 
 
 def _torch() -> Check:
@@ -152,19 +140,6 @@ def _torch() -> Check:
     if is_too_old(version):
         return Check("torch", "fail", found, "torch 2.6 or newer")
     return Check("torch", "ok", found)
-
-
-def _libraries() -> Check:
-    found = []
-    missing = []
-    for name in _LIBRARIES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    if missing:
-        return Check("libraries", "fail", f"missing: {', '.join(missing)}", "pip install everstep")
-    return Check("libraries", "ok", ", ".join(found))
 
 
 def _cores() -> Check:
@@ -231,25 +206,6 @@ def _memfd() -> Check:
         verdict: Verdict = "fail" if sys.platform == "linux" else "warn"
         return Check(name, verdict, _why("refused here", error), advice)
     return Check(name, "ok", "works")
-
-
-def _shm() -> Check:
-    name = "/dev/shm"
-    try:
-        info = os.statvfs("/dev/shm")
-    except OSError:
-        advice = "DataLoader workers pass batches through it; everstep itself does not need it"
-        return Check(name, "warn", "not there", advice)
-    size_bytes = info.f_blocks * info.f_frsize
-    free_bytes = info.f_bavail * info.f_frsize
-    found = f"{in_words(size_bytes)}, {in_words(free_bytes)} free"
-    if free_bytes < _SHM_WARN_BYTES:
-        advice = (
-            "everstep does not use it, but DataLoader workers pass batches through it: for a "
-            "container --shm-size=8g"
-        )
-        return Check(name, "warn", found, advice)
-    return Check(name, "ok", found)
 
 
 # --- The directory ----------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +15,21 @@ from everstep.cli.common.runs import RUN_ARGUMENT, open_run, reading
 from everstep.cli.ls import STATUS_WORDS
 
 if TYPE_CHECKING:
-    from everstep.run.scan import BaseFound, Inventory
+    from everstep.commit.lineage import BaseId
+    from everstep.run.scan import Inventory
     from everstep.seams.files.filesystem import DirEntry, FileSystem
 
 __all__ = ["du"]
 
 _ROWS_MAX = 50
-_UNFINISHED = ("incomplete", "condemned")
+_KINDS = {
+    "records": "records",
+    "log": "log",
+    "slots": "slots (to be overwritten)",
+    "temporary": "temporary",
+    "other": "other, not written by everstep",
+}
+"""Files that belong to no base, in words."""
 
 
 @dataclass(slots=True)
@@ -34,17 +42,10 @@ class _Sum:
     size_bytes: int = 0
     allocated_bytes: int = 0
 
-    def add(self, other: _Sum | DirEntry) -> None:
-        self.files += other.files if isinstance(other, _Sum) else 1
+    def add(self, other: _Sum) -> None:
+        self.files += other.files
         self.size_bytes += other.size_bytes
         self.allocated_bytes += other.allocated_bytes
-
-    def as_json(self) -> dict[str, int]:
-        return {
-            "files": self.files,
-            "size_bytes": self.size_bytes,
-            "allocated_bytes": self.allocated_bytes,
-        }
 
 
 @dataclass(slots=True)
@@ -52,37 +53,23 @@ class _Usage:
     """Disk usage of a timeline's folder, or of files in the run folder itself.
 
     Attributes:
+        sums: files of each kind (:data:`_KINDS`).
         bases: files of each base, without temporary ones.
-        log: files of segments; ``segments`` of them are finished.
-        slots: files of deleted bases, kept to be overwritten.
-        temporary: unfinished files of a crashed or running process.
-        other: files that everstep did not write.
+        segments: number of finished segments.
     """
 
-    bases: list[tuple[BaseFound, _Sum]] = field(default_factory=list)
-    records: _Sum = field(default_factory=_Sum)
-    log: _Sum = field(default_factory=_Sum)
-    segments: int = 0
-    slots: _Sum = field(default_factory=_Sum)
-    temporary: _Sum = field(default_factory=_Sum)
-    other: _Sum = field(default_factory=_Sum)
+    sums: dict[str, _Sum] = field(default_factory=lambda: {kind: _Sum() for kind in _KINDS})
+    bases: dict[BaseId, _Sum] = field(default_factory=dict)
+    segments: set[PurePath] = field(default_factory=set)
 
     @property
     def total(self) -> _Sum:
-        total = _total(usage for _, usage in self.bases)
-        for usage in (self.records, self.log, self.slots, self.temporary, self.other):
-            total.add(usage)
-        return total
+        return _total([*self.bases.values(), *self.sums.values()])
 
-    @property
-    def reclaimable(self) -> _Sum:
-        """Files that the next retention or resume may remove: unfinished bases, slots, temporary
-        files.
-        """
-        found = _total(usage for base, usage in self.bases if base.status in _UNFINISHED)
-        found.add(self.slots)
-        found.add(self.temporary)
-        return found
+    def reclaimable(self, unfinished: Collection[BaseId]) -> _Sum:
+        """Files that the next retention or resume may remove."""
+        bases = [found for base, found in self.bases.items() if base in unfinished]
+        return _total([*bases, self.sums["slots"], self.sums["temporary"]])
 
 
 def du(run: Annotated[str, RUN_ARGUMENT], json_output: JsonFlag = False) -> None:
@@ -96,140 +83,91 @@ def du(run: Annotated[str, RUN_ARGUMENT], json_output: JsonFlag = False) -> None
     filesystem = PosixFileSystem()
     inventory = open_run(filesystem, run)
     with reading(inventory.path):
-        root, timelines = _measure(filesystem, inventory)
+        usages = _measure(filesystem, inventory)
         free_bytes = filesystem.free_bytes(inventory.path)
     if json_output:
-        emit(_document(inventory, root, timelines, free_bytes))
+        emit(_document(inventory, usages, free_bytes))
     else:
-        _show(console(), root, timelines, free_bytes)
+        _show(console(), inventory, usages, free_bytes)
 
 
 # --- Measuring --------------------------------------------------------------------------
 
 
-def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Usage, dict[int, _Usage]]:
+def _measure(filesystem: FileSystem, inventory: Inventory) -> dict[int, _Usage]:
+    """Return the usage of each timeline, and of the run folder itself under 0."""
+    from everstep.format.names import parse_marker
+
+    usages = {0: _Usage()} | {number: _Usage() for number in sorted(inventory.names)}
+    bases = {base.path: base.id for base in inventory.bases}
+    met = set[int]()
+    for path, entry in _files(filesystem, inventory.path):
+        number, kind = _classify(path.relative_to(inventory.path).parts)
+        usage = usages[number if number in usages else 0]
+        found = _Sum(1, entry.size_bytes, entry.allocated_bytes)
+        if entry.links > 1 and entry.file in met:
+            found = _Sum(1)
+        met.add(entry.file)
+        if kind == "log" and parse_marker(path.name) is not None:
+            usage.segments.add(path.parent)
+        if kind != "base":
+            usage.sums[kind].add(found)
+        elif path.parent in bases:
+            usage.bases.setdefault(bases[path.parent], _Sum()).add(found)
+        else:
+            usage.sums["other"].add(found)
+    return usages
+
+
+def _classify(parts: Sequence[str]) -> tuple[int, str]:
+    """Return the timeline and the kind of a file, given its path in the run folder."""
+    from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX, parse_timeline
+
+    number = parse_timeline(parts[0])
+    if number is not None:
+        return number, _kind_in_timeline(parts[1:])
+    if parts == (RUN_RECORD,):
+        return 0, "records"
+    return 0, "temporary" if parts[-1].endswith(TEMPORARY_SUFFIX) else "other"
+
+
+def _kind_in_timeline(parts: Sequence[str]) -> str:
     from everstep.format.names import (
         BASE_DIR,
         LOG_DIR,
         LOSSY_DIR,
-        RUN_RECORD,
         SLOTS_DIR,
+        TEMPORARY_SUFFIX,
         TIMELINE_RECORD,
-        parse_timeline,
+        parse_rank,
+        parse_segment,
     )
 
-    root = _Usage()
-    timelines = {}
-    met = set[int]()
-    for entry in filesystem.scan(inventory.path):
-        number = parse_timeline(entry.name)
-        if number is None or entry.kind != "dir":
-            _add_file(filesystem, root, inventory.path, entry, records=(RUN_RECORD,))
-            continue
-        usage = timelines[number] = _Usage()
-        directory = inventory.path / entry.name
-        known = {base.path.name: base for base in inventory.bases if base.id.timeline == number}
-        for item in _scan(filesystem, directory):
-            if item.name == SLOTS_DIR and item.kind == "dir":
-                usage.slots = _below(filesystem, directory / item.name)
-            elif item.name == BASE_DIR and item.kind == "dir":
-                _add_bases(filesystem, usage, directory / item.name, known, met)
-            elif item.name in (LOG_DIR, LOSSY_DIR) and item.kind == "dir":
-                _add_segments(filesystem, usage, directory / item.name)
-            else:
-                _add_file(filesystem, usage, directory, item, records=(TIMELINE_RECORD,))
-    return root, timelines
+    if parts == (TIMELINE_RECORD,):
+        return "records"
+    if parts[0] == SLOTS_DIR:
+        return "slots"
+    if parts[-1].endswith(TEMPORARY_SUFFIX):
+        return "temporary"
+    if len(parts) == 3 and parts[0] == BASE_DIR:
+        return "base"
+    if len(parts) == 3 and parts[0] in (LOG_DIR, LOSSY_DIR):
+        ours = parse_segment(parts[1]) is not None and parse_rank(parts[2]) is not None
+        return "log" if ours else "other"
+    return "other"
 
 
-def _add_bases(
-    filesystem: FileSystem,
-    usage: _Usage,
-    directory: PurePath,
-    known: dict[str, BaseFound],
-    met: set[int],
-) -> None:
-    from everstep.format.names import TEMPORARY_SUFFIX
-
-    for entry in _scan(filesystem, directory):
-        base = known.get(entry.name)
-        if base is None or entry.kind != "dir":
-            _add_file(filesystem, usage, directory, entry, records=())
-            continue
-        whole = _Sum()
-        for file in _scan(filesystem, base.path):
-            if file.kind == "dir":
-                usage.other.add(_below(filesystem, base.path / file.name))
-            elif file.name.endswith(TEMPORARY_SUFFIX):
-                usage.temporary.add(file)
-            elif file.file in met:
-                whole.files += 1
-            else:
-                whole.add(file)
-                met.update([file.file] if file.links > 1 else [])
-        usage.bases.append((base, whole))
-
-
-def _add_segments(filesystem: FileSystem, usage: _Usage, directory: PurePath) -> None:
-    from everstep.format.names import TEMPORARY_SUFFIX, parse_marker, parse_segment, parse_shard
-
-    for entry in _scan(filesystem, directory):
-        if parse_segment(entry.name) is None or entry.kind != "dir":
-            _add_file(filesystem, usage, directory, entry, records=())
-            continue
-        finished = False
-        for file in _scan(filesystem, directory / entry.name):
-            is_marker = parse_marker(file.name) is not None
-            if file.kind == "dir":
-                usage.other.add(_below(filesystem, directory / entry.name / file.name))
-            elif file.name.endswith(TEMPORARY_SUFFIX):
-                usage.temporary.add(file)
-            elif is_marker or parse_shard(file.name) is not None:
-                usage.log.add(file)
-            else:
-                usage.other.add(file)
-            finished = finished or is_marker
-        usage.segments += finished
-
-
-def _add_file(
-    filesystem: FileSystem,
-    usage: _Usage,
-    directory: PurePath,
-    entry: DirEntry,
-    *,
-    records: tuple[str, ...],
-) -> None:
-    from everstep.format.names import TEMPORARY_SUFFIX
-
-    if entry.kind == "dir":
-        usage.other.add(_below(filesystem, directory / entry.name))
-    elif entry.name in records:
-        usage.records.add(entry)
-    elif entry.name.endswith(TEMPORARY_SUFFIX):
-        usage.temporary.add(entry)
-    else:
-        usage.other.add(entry)
-
-
-def _below(filesystem: FileSystem, directory: PurePath) -> _Sum:
-    """Sum all files below ``directory``; links are counted, not followed."""
-    found = _Sum()
-    waiting = [directory]
-    while waiting:
-        here = waiting.pop()
-        for entry in _scan(filesystem, here):
-            if entry.kind == "dir":
-                waiting.append(here / entry.name)
-            else:
-                found.add(entry)
-    return found
-
-
-def _scan(filesystem: FileSystem, directory: PurePath) -> list[DirEntry]:
+def _files(filesystem: FileSystem, directory: PurePath) -> Iterator[tuple[PurePath, DirEntry]]:
+    """Yield all files below a directory; links are not followed."""
     try:
-        return filesystem.scan(directory)
+        entries = filesystem.scan(directory)
     except FileNotFoundError:  # deleted by a running process meanwhile
-        return []
+        return
+    for entry in entries:
+        if entry.kind == "dir":
+            yield from _files(filesystem, directory / entry.name)
+        else:
+            yield directory / entry.name, entry
 
 
 def _total(usages: Iterable[_Sum]) -> _Sum:
@@ -239,43 +177,44 @@ def _total(usages: Iterable[_Sum]) -> _Sum:
     return total
 
 
+def _unfinished(inventory: Inventory) -> set[BaseId]:
+    return {base.id for base in inventory.bases if base.status in ("incomplete", "condemned")}
+
+
 # --- Showing ----------------------------------------------------------------------------
 
 
-def _document(
-    inventory: Inventory, root: _Usage, timelines: dict[int, _Usage], free_bytes: int
-) -> dict[str, Any]:
-    usages = [root, *timelines.values()]
+def _document(inventory: Inventory, usages: dict[int, _Usage], free_bytes: int) -> dict[str, Any]:
+    unfinished = _unfinished(inventory)
+    statuses = {base.id: base.status for base in inventory.bases}
+    root = usages[0]
     return {
         "path": str(inventory.path),
         "run": inventory.run,
-        **_total(usage.total for usage in usages).as_json(),
-        "reclaimable": _total(usage.reclaimable for usage in usages).as_json(),
+        **asdict(_total(usage.total for usage in usages.values())),
+        "reclaimable": asdict(_total(one.reclaimable(unfinished) for one in usages.values())),
         "free_bytes": free_bytes,
-        "records": root.records.as_json(),
-        "temporary": root.temporary.as_json(),
-        "other": root.other.as_json(),
+        **{kind: asdict(root.sums[kind]) for kind in ("records", "temporary", "other")},
         "timelines": [
             {
                 "timeline": number,
-                **usage.total.as_json(),
+                **asdict(usage.total),
                 "bases": [
-                    {"step": base.id.step, "status": base.status, **whole.as_json()}
-                    for base, whole in usage.bases
+                    {"step": base.step, "status": statuses[base], **asdict(found)}
+                    for base, found in usage.bases.items()
                 ],
-                "records": usage.records.as_json(),
-                "log": {"segments": usage.segments, **usage.log.as_json()},
-                "slots": usage.slots.as_json(),
-                "temporary": usage.temporary.as_json(),
-                "other": usage.other.as_json(),
+                **{kind: asdict(found) for kind, found in usage.sums.items()},
+                "log": {"segments": len(usage.segments), **asdict(usage.sums["log"])},
             }
-            for number, usage in timelines.items()
+            for number, usage in usages.items()
+            if number
         ],
     }
 
 
-def _show(out: Console, root: _Usage, timelines: dict[int, _Usage], free_bytes: int) -> None:
+def _show(out: Console, inventory: Inventory, usages: dict[int, _Usage], free_bytes: int) -> None:
     made = table(("what", "files", "size", "allocated"), right=("files", "size", "allocated"))
+    statuses: dict[BaseId, str] = {base.id: base.status for base in inventory.bases}
 
     def row(what: str, usage: _Sum, style: str = "") -> None:
         made.add_row(
@@ -286,39 +225,30 @@ def _show(out: Console, root: _Usage, timelines: dict[int, _Usage], free_bytes: 
             style=style,
         )
 
-    left_out = max(0, len(timelines) - _ROWS_MAX)
-    if left_out:
-        older = list(timelines.values())[:left_out]
-        row(f"{count_of(left_out, 'older timeline')}", _total(usage.total for usage in older))
-    for number, usage in list(timelines.items())[left_out:]:
-        row(f"timeline {number}", usage.total, "bold")
-        hidden = usage.bases[:-_ROWS_MAX]
-        if hidden:
-            row(f"  {count_of(len(hidden), 'older base')}", _total(one for _, one in hidden))
-        for base, whole in usage.bases[-_ROWS_MAX:]:
-            status = "" if base.status == "committed" else f", {STATUS_WORDS[base.status]}"
-            row(f"  base {base.id.step}{status}", whole)
-        _rows_besides(row, usage)
-    row("run folder", root.total, "bold")
-    _rows_besides(row, root)
-    usages = [root, *timelines.values()]
-    whole = _total(p.total for p in usages)
-    spare = _total(p.reclaimable for p in usages)
-    row("all", whole, "bold")
+    numbers = [number for number in usages if number]
+    if older := numbers[:-_ROWS_MAX]:
+        row(count_of(len(older), "older timeline"), _total(usages[one].total for one in older))
+    for number in (*numbers[-_ROWS_MAX:], 0):
+        row(f"timeline {number}" if number else "run folder", usages[number].total, "bold")
+        for what, found in _rows(usages[number], statuses):
+            row(f"  {what}", found)
+    row("all", _total(usage.total for usage in usages.values()), "bold")
     out.print(made)
+    spare = _total(usage.reclaimable(_unfinished(inventory)) for usage in usages.values())
     out.print(
         f"{in_words(spare.allocated_bytes)} of it may go by themselves (unfinished bases, slots, "
         f"temporary files); {in_words(free_bytes)} are free"
     )
 
 
-def _rows_besides(row: Any, usage: _Usage) -> None:
-    for what, found in (
-        ("records", usage.records),
-        (f"log, {count_of(usage.segments, 'segment')}", usage.log),
-        ("slots (to be overwritten)", usage.slots),
-        ("temporary", usage.temporary),
-        ("other, not written by everstep", usage.other),
-    ):
+def _rows(usage: _Usage, statuses: dict[BaseId, str]) -> Iterator[tuple[str, _Sum]]:
+    bases = list(usage.bases.items())
+    if hidden := bases[:-_ROWS_MAX]:
+        yield count_of(len(hidden), "older base"), _total(found for _, found in hidden)
+    for base, found in bases[-_ROWS_MAX:]:
+        status = STATUS_WORDS[statuses[base]]
+        yield f"base {base.step}" + ("" if status == "committed" else f", {status}"), found
+    for kind, found in usage.sums.items():
         if found.files:
-            row(f"  {what}", found)
+            count = f", {count_of(len(usage.segments), 'segment')}" if kind == "log" else ""
+            yield _KINDS[kind] + count, found

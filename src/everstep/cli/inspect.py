@@ -17,7 +17,6 @@ from rich.tree import Tree
 from everstep.cli.common.audit import record_as_json
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.log import (
-    is_deleted,
     records_in,
     run_log,
     segment_as_json,
@@ -27,16 +26,16 @@ from everstep.cli.common.log import (
 from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
 from everstep.cli.common.paths import absolute, kind_of, refuse_irregular
 from everstep.cli.common.runs import open_run, reading, select_bases
-from everstep.cli.ls import ATTEMPTS, STATUS_WORDS, base_is_deleted, base_was_superseded, look
+from everstep.cli.ls import STATUS_WORDS, look
 from everstep.config.given import nearest
-from everstep.errors import DamageError, EverstepError, FormatError, OptionError, RecoveryError
+from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
     from everstep.format.header import ShardHeader
     from everstep.format.log import RecordHead
     from everstep.format.records import AuditRecord
-    from everstep.run.scan import BaseFound, Inventory
+    from everstep.run.scan import BaseFound
     from everstep.run.segments import SegmentFound
     from everstep.seams.files.filesystem import FileSystem
     from everstep.state.layout.entries import Entry
@@ -94,6 +93,13 @@ class _Found:
         """True if the state of every rank is exact."""
         return all(header.identity.exact for _, header in self.headers)
 
+    @property
+    def is_damaged(self) -> bool:
+        """True if the output reports damage."""
+        broken = any(segment.problem is not None for segment in self.segments)
+        failed = self.audit is not None and self.audit.verdict == "different"
+        return bool(self.skipped) or broken or failed
+
 
 def inspect(
     target: Annotated[
@@ -136,46 +142,13 @@ def inspect(
         emit(_document(found, rows, shown))
     else:
         _show(console(), found, rows, shown, tree)
-    raise typer.Exit(ExitCode.DIFFERENT if _reports_damage(filesystem, found) else ExitCode.OK)
-
-
-def _reports_damage(filesystem: FileSystem, found: _Found) -> bool:
-    """Return True if the output reports damage."""
-    if found.skipped or (found.audit is not None and found.audit.verdict == "different"):
-        return True
-    broken = [segment for segment in found.segments if segment.problem is not None]
-    return not all(is_deleted(filesystem, segment) for segment in broken)
+    raise typer.Exit(ExitCode.DIFFERENT if found.is_damaged else ExitCode.OK)
 
 
 # --- Reading ----------------------------------------------------------------------------
 
 
 def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | None) -> _Found:
-    """Read a base of a run. Try again if a running process deletes it meanwhile: it has something
-    newer then.
-    """
-    for left in reversed(range(ATTEMPTS)):
-        try:
-            return _of_run_now(filesystem, run, step, timeline)
-        except _DeletedError as error:
-            if not left or (step, timeline) != (None, None):
-                raise RecoveryError(
-                    "a running process deleted the base while it was being read",
-                    path=error.path,
-                    hint="everstep ls lists what is there; try again",
-                ) from None
-    raise AssertionError("unreachable")
-
-
-class _DeletedError(Exception):
-    """The chosen base was deleted, or is being deleted."""
-
-    def __init__(self, path: PurePath) -> None:
-        super().__init__(path)
-        self.path = path
-
-
-def _of_run_now(filesystem: FileSystem, run: str, step: int | None, timeline: int | None) -> _Found:
     choice = None
     if step is None and timeline is None:
         inventory, choice = look(filesystem, run)
@@ -191,20 +164,17 @@ def _of_run_now(filesystem: FileSystem, run: str, step: int | None, timeline: in
                 path=inventory.path,
                 hint="everstep ls lists what is there, --step chooses",
             )
-        found = _of_base(filesystem, choice.base, inventory)
-        # A running process may have deleted one meanwhile.
-        deleted = {base for base in choice.skipped if base_is_deleted(filesystem, inventory, base)}
-        found.skipped = {b: why for b, why in choice.skipped.items() if b not in deleted}
+        found = _of_base(filesystem, choice.base)
+        found.skipped = choice.skipped
     else:
-        chosen = select_bases(inventory, step=step, timeline=timeline)[0]
-        found = _of_base(filesystem, chosen, inventory)
+        found = _of_base(filesystem, select_bases(inventory, step=step, timeline=timeline)[0])
     log = run_log(filesystem, inventory)
     segments = [] if log is None else log.segments
     found.segments = [one for one in segments if timeline in (None, one.timeline)]
     return found
 
 
-def _of_base(filesystem: FileSystem, base: BaseFound, inventory: Inventory) -> _Found:
+def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
     from everstep.run.open_base import OpenBase
 
     if base.manifest is None:
@@ -215,17 +185,12 @@ def _of_base(filesystem: FileSystem, base: BaseFound, inventory: Inventory) -> _
             path=base.path,
         )
     found = _Found(base.path, base.status, vouched=True, audit=base.audit)
-    try:
-        with reading(base.path):
-            for marker in base.manifest.markers:
-                opened = OpenBase.open(filesystem, base, marker.rank)
-                opened.close()
-                found.headers += [(path.name, header) for _, _, header, path in opened.files]
-                found.records += opened.heads
-    except EverstepError:
-        if base_was_superseded(filesystem, inventory, base):
-            raise _DeletedError(base.path) from None
-        raise
+    with reading(base.path):
+        for marker in base.manifest.markers:
+            opened = OpenBase.open(filesystem, base, marker.rank)
+            opened.close()
+            found.headers += [(path.name, header) for _, _, header, path in opened.files]
+            found.records += opened.heads
     return found
 
 

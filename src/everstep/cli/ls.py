@@ -11,7 +11,7 @@ from rich.console import Console
 
 from everstep.cli.common.audit import AUDIT_WORDS, record_as_json
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
-from everstep.cli.common.log import as_json, describe_reach, is_deleted, run_log
+from everstep.cli.common.log import as_json, describe_reach, run_log
 from everstep.cli.common.output import (
     LINE_CHARS_MAX,
     console,
@@ -31,11 +31,8 @@ if TYPE_CHECKING:
     from everstep.seams.files.filesystem import FileSystem
 
 __all__ = [
-    "ATTEMPTS",
     "STATUS_WORDS",
     "Choice",
-    "base_is_deleted",
-    "base_was_superseded",
     "file_problems",
     "look",
     "ls",
@@ -43,8 +40,7 @@ __all__ = [
 
 _ROWS_MAX = 50
 _PROBLEMS_MAX = 20
-ATTEMPTS = 8
-"""Number of attempts to read a run while a running process deletes bases."""
+_ATTEMPTS = 8
 
 STATUS_WORDS = {
     "committed": "committed",
@@ -74,24 +70,10 @@ class Choice:
 
 
 def look(filesystem: FileSystem, run: str) -> tuple[Inventory, Choice]:
-    """Return the inventory and the choice of ``resume()``. Read again if a running process has
-    deleted everything found: it has something newer then.
-
-    Raises:
-        UsageError, NewerFormatError: as :func:`.open_run` and ``resume()`` would.
-    """
-    had: str | None = None
-    for left in reversed(range(ATTEMPTS)):
-        inventory = open_run(filesystem, run)
-        with reading(inventory.path):
-            choice = _would_resume(filesystem, inventory)
-        if choice.had not in (None, had):  # as in resume(): believe it when seen twice
-            had = choice.had
-            continue
-        passed = choice.skipped if left and choice.base is None else {}
-        if not passed or not all(base_is_deleted(filesystem, inventory, base) for base in passed):
-            break
-    return inventory, choice
+    """Return the inventory, and the choice of ``resume()``; errors as of :func:`.open_run`."""
+    inventory = open_run(filesystem, run)
+    with reading(inventory.path):
+        return inventory, _would_resume(filesystem, inventory)
 
 
 def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
@@ -149,34 +131,23 @@ def file_problems(base: BaseFound) -> list[str]:
     return problems
 
 
-def base_is_deleted(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
-    """Return True if a running process has deleted a base meanwhile, or begun to."""
-    from everstep.run.scan import scan_base
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """Contents of a run, and what is wrong with it.
 
-    try:
-        return scan_base(filesystem, inventory.path, base).status == "condemned"
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-
-
-def base_was_superseded(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> bool:
-    """Return True if a running process has deleted a base, or continued its deletion, while it was
-    read.
+    Attributes:
+        reaches: steps that the log adds, by timeline.
+        end: last step that the log adds to the chosen base.
+        notes: problems of each base, one sentence each.
+        problems: everything that is wrong, in sentences.
     """
-    from everstep.run.scan import scan_base
 
-    try:
-        now = scan_base(filesystem, inventory.path, base.id)
-        if base.status == "condemned":
-            return not now.is_usable
-        # Deletion removes the manifest first: then the base is no longer committed.
-        return now.status == "condemned" or (base.status == "committed" != now.status)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    inventory: Inventory
+    choice: Choice
+    reaches: dict[int, Reach]
+    end: BaseId | None
+    notes: dict[BaseId, list[str]]
+    problems: list[str]
 
 
 def ls(
@@ -192,6 +163,21 @@ def ls(
     which are reported: perhaps they were never written. Writes nothing.
     """
     filesystem = filesystem_of(run)
+    seen: list[str] = []
+    # A running process may delete bases and segments meanwhile: believe what is seen twice.
+    for _ in range(_ATTEMPTS):
+        found = _list(filesystem, run)
+        if found.problems == seen:
+            break
+        seen = found.problems
+    if json_output:
+        emit({"ok": not found.problems, **_document(found)})
+    else:
+        _show(console(), run, found, every)
+    raise typer.Exit(ExitCode.DIFFERENT if found.problems else ExitCode.OK)
+
+
+def _list(filesystem: FileSystem, run: str) -> _Listing:
     inventory, choice = look(filesystem, run)
     log = run_log(filesystem, inventory)
     reaches: dict[int, Reach] = {}
@@ -201,23 +187,16 @@ def ls(
             reaches = log.reaches()
             if choice.base is not None:
                 end = log.newest_end(choice.base)
-    notes = _all_notes(filesystem, inventory, choice)
-    problems = _problems(filesystem, inventory, notes, reaches)
+    notes = {base.id: _notes(base, choice) for base in inventory.bases}
+    problems = _problems(inventory, notes, reaches)
     problems += [] if choice.had is None else [choice.had]
-    if json_output:
-        emit({"ok": not problems, **_document(inventory, choice, notes, reaches, end)})
-    else:
-        _show(console(), run, inventory, choice, notes, problems, reaches, end, every)
-    raise typer.Exit(ExitCode.DIFFERENT if problems else ExitCode.OK)
+    return _Listing(inventory, choice, reaches, end, notes, problems)
 
 
-def _document(
-    inventory: Inventory,
-    choice: Choice,
-    notes: dict[BaseId, list[str]],
-    reaches: dict[int, Reach],
-    end: BaseId | None,
-) -> dict[str, Any]:
+def _document(found: _Listing) -> dict[str, Any]:
+    inventory = found.inventory
+    choice = found.choice
+    end = found.end
     here = _in_history(inventory)
     resume = None
     if choice.base is not None:
@@ -226,7 +205,8 @@ def _document(
         "path": str(inventory.path),
         "run": inventory.run,
         "timelines": [
-            {**row, "log": as_json(reaches.get(row["timeline"]))} for row in _timelines(inventory)
+            {**row, "log": as_json(found.reaches.get(row["timeline"]))}
+            for row in _timelines(inventory)
         ],
         "bases": [
             {
@@ -239,7 +219,7 @@ def _document(
                 "exact": _exact(base),
                 "created_unix_s": _created(base),
                 "audit": record_as_json(base.audit),
-                "problems": notes[base.id],
+                "problems": found.notes[base.id],
                 "path": str(base.path),
             }
             for base in sorted(inventory.bases, key=lambda base: base.id)
@@ -301,8 +281,9 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
     """Return the problems of a base, one sentence each."""
     from everstep.run.audits import describe_audit
 
-    told = base.status in ("condemned", "incomplete")  # the status says it all
-    notes = [base.problem] if base.problem and not told else []
+    if base.status in ("condemned", "incomplete"):  # the status says it all
+        return []
+    notes = [base.problem] if base.problem else []
     notes += file_problems(base)
     if not notes and base.id in choice.skipped:
         notes = [choice.skipped[base.id]]
@@ -311,63 +292,38 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
     return notes
 
 
-def _all_notes(
-    filesystem: FileSystem, inventory: Inventory, choice: Choice
-) -> dict[BaseId, list[str]]:
-    """Return the problems of each base; a base deleted in the meantime has none."""
-    found = {base.id: _notes(base, choice) for base in inventory.bases}
-    return {
-        base: [] if notes and base_is_deleted(filesystem, inventory, base) else notes
-        for base, notes in found.items()
-    }
-
-
 def _problems(
-    filesystem: FileSystem,
-    inventory: Inventory,
-    notes: dict[BaseId, list[str]],
-    reaches: dict[int, Reach],
+    inventory: Inventory, notes: dict[BaseId, list[str]], reaches: dict[int, Reach]
 ) -> list[str]:
     """All that is wrong with the run, in sentences."""
     problems = [f"{path.name}: {problem}" for path, problem in inventory.problems]
     if inventory.run is None:
         problems.append("no record tells the id of the run")
     problems += [f"{base}: {note}" for base, found in notes.items() for note in found]
-    for reach in reaches.values():
-        for segment in reach.segments:
-            if segment.problem is not None and not is_deleted(filesystem, segment):
-                problems.append(segment.problem)
-    return problems
+    segments = [segment for reach in reaches.values() for segment in reach.segments]
+    return problems + [one.problem for one in segments if one.problem is not None]
 
 
-def _show(
-    out: Console,
-    run: str,
-    inventory: Inventory,
-    choice: Choice,
-    notes: dict[BaseId, list[str]],
-    problems: list[str],
-    reaches: dict[int, Reach],
-    end: BaseId | None,
-    every: bool,
-) -> None:
+def _show(out: Console, run: str, found: _Listing, every: bool) -> None:
+    inventory = found.inventory
+    choice = found.choice
     files = [file for base in inventory.bases for file in base.files]
     linked = {file.file: file.size_bytes for file in files if file.links > 1}  # once, each
     size_bytes = sum(file.size_bytes for file in files if file.links == 1) + sum(linked.values())
     count = count_of(len(inventory.bases), "base")
     out.print(label(f"{run}: {count}, {in_words(size_bytes)}; run {inventory.run or 'unknown'}"))
     _show_timelines(out, inventory, every)
-    _show_bases(out, inventory, choice, notes, every)
-    for reach in list(reaches.values())[0 if every else -_ROWS_MAX :]:
+    _show_bases(out, inventory, choice, found.notes, every)
+    for reach in list(found.reaches.values())[0 if every else -_ROWS_MAX :]:
         out.print(label(describe_reach(reach)), soft_wrap=True)
     prefix = f"{inventory.path}{os.sep}"  # names of files are clear without it
-    for problem in problems[:_PROBLEMS_MAX]:
+    for problem in found.problems[:_PROBLEMS_MAX]:
         line = f"problem: {problem.replace(prefix, '')}"
         out.print(label(line, "yellow", LINE_CHARS_MAX), soft_wrap=True)
-    if len(problems) > _PROBLEMS_MAX:
-        out.print(f"... and {count_of(len(problems) - _PROBLEMS_MAX, 'more problem')}")
+    if len(found.problems) > _PROBLEMS_MAX:
+        out.print(f"... and {count_of(len(found.problems) - _PROBLEMS_MAX, 'more problem')}")
     if choice.base is not None:
-        further = "" if end is None else f", and replay the log up to {end}"
+        further = "" if found.end is None else f", and replay the log up to {found.end}"
         out.print(f"resume() would choose {choice.base.id} (if its data verify){further}")
     else:
         out.print(label(f"resume(): {choice.reason}"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
 
 from everstep.cli.common.errors import JsonFlag, emit
@@ -32,7 +33,6 @@ __all__ = [
 _ANSWER_S = 1.0
 _ASKED_AT_ONCE = 32
 _STEPS_MAX = 6
-_OPTIONAL = ("trainer", "durable_step", "ends_in_s", "log_step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +59,9 @@ class Status:
     idle_s: float
     ends_in_s: float | None
     arena_bytes: int
-    copies: tuple[tuple[int, int], ...] = ()
-    logs: tuple[tuple[int, int], ...] = ()
-    log_step: int | None = None
-
-    @classmethod
-    def of_message(cls, message: Mapping[str, Any]) -> Status | None:
-        """Return the status in a message; None for any other message."""
-        found: dict[str, Any] = {name: message.get(name) for name in cls.__slots__}
-        if message.get("kind") != "status":
-            return None
-        for name in ("held", "writing"):
-            if not _are_steps(found[name]):
-                return None
-            found[name] = tuple(found[name])
-        for name in ("copies", "logs"):
-            copies = found[name] or []  # missing in messages of an older keeper
-            if not isinstance(copies, list) or not all(_are_steps(one) for one in copies):
-                return None
-            if any(len(one) != 2 for one in copies):
-                return None
-            found[name] = tuple((rank, step) for rank, step in copies)
-        for name in (*_OPTIONAL, "idle_s", "arena_bytes"):
-            optional = name in _OPTIONAL
-            if not _is_number(found[name]) and not (optional and found[name] is None):
-                return None
-        return cls(**found)
+    copies: tuple[tuple[int, int], ...]
+    logs: tuple[tuple[int, int], ...]
+    log_step: int | None
 
     @property
     def unwritten(self) -> list[int]:
@@ -98,14 +75,6 @@ class Status:
         """Newest step that only a log in its memory leads to; None if there is none."""
         others = (-1, self.durable_step or -1, *self.held, *self.writing)
         return self.log_step if (self.log_step or -1) > max(others) else None
-
-
-def _are_steps(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(step, int) for step in value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def ps(json_output: JsonFlag = False) -> None:
@@ -186,8 +155,12 @@ def request_status(info: KeeperInfo) -> Status | None:
         return None
     if received is None:
         return None
-    close_descriptors(received[1])
-    return Status.of_message(received[0])
+    message, descriptors = received
+    close_descriptors(descriptors)
+    try:
+        return msgspec.convert(message, Status) if message.get("kind") == "status" else None
+    except msgspec.ValidationError:
+        return None
 
 
 # --- Showing ----------------------------------------------------------------------------

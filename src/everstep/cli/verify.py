@@ -21,7 +21,7 @@ from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.log import count_segments, run_log, segment_as_json
 from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
 from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading, select_bases
-from everstep.cli.ls import STATUS_WORDS, base_was_superseded, look
+from everstep.cli.ls import STATUS_WORDS, look
 from everstep.errors import EverstepError, NewerFormatError
 
 if TYPE_CHECKING:
@@ -212,9 +212,22 @@ def check_base(
             checked.note = "no manifest yet: resume() would roll it forward"
         if base.status == "condemned":
             checked.note = "being deleted, but all there: resume() takes it where nothing newer is"
-    if checked.damages and base_was_superseded(filesystem, inventory, base):
+    if checked.damages and _was_deleted(filesystem, inventory, base):
         return Checked(base, note="deleted by a process at work while it was read")
     return checked
+
+
+def _was_deleted(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> bool:
+    """Return True if a running process has deleted a base, or begun to, while it was read."""
+    from everstep.run.scan import scan_base
+
+    try:
+        now = scan_base(filesystem, inventory.path, base.id)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    # Deletion removes the manifest first: then the base is no longer committed.
+    left = base.status == "committed" != now.status
+    return left or (now.status == "condemned" and not now.is_usable)
 
 
 def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:

@@ -114,7 +114,7 @@ def test_ls_names_what_is_damaged(run: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_segment_that_is_deleted_while_they_look_is_no_damage(
+def test_a_segment_that_is_deleted_while_ls_looks_is_no_damage(
     whole: bool, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a process at work: the marker was read, and the data are gone, perhaps the folder too."""
@@ -129,10 +129,7 @@ def test_a_segment_that_is_deleted_while_they_look_is_no_damage(
         return real(filesystem, where, marker)
 
     monkeypatch.setattr(everstep.run.segments, "_heads", heads)
-    kept = shutil.copytree(path, run.parent / "kept")
     assert document("ls", run)["ok"]
-    shutil.copytree(kept, path, dirs_exist_ok=True)
-    assert invoke("inspect", run, "--timeline", 1).exit_code == 0
 
 
 def test_ls_without_a_log(run: Path) -> None:

@@ -83,14 +83,6 @@ def test_errors_of_paths_as_a_document(run: Path) -> None:
     assert (found["error"], found["path"]) == ("OptionError", str(run.parent / LONG))
 
 
-@pytest.mark.parametrize("verb", NAMING)
-def test_a_nul_in_an_argument(run: Path, verb: str) -> None:
-    result = invoke(*NAMING[verb](run, "a\0b"))
-    assert result.exit_code == ExitCode.USAGE, result.output
-    assert "a\\x00b" in result.stderr
-    assert "NUL" in result.stderr
-
-
 @pytest.mark.parametrize("verb", ["ls", "restore --out", "stop", "doctor", "plan", "drill"])
 def test_a_working_directory_that_is_gone(
     run: Path, tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch

@@ -158,32 +158,17 @@ def test_a_curve_of_very_short_intervals_names_each_once() -> None:
 @pytest.mark.parametrize(
     ("option", "text", "hint"),
     [
-        ("mtbf", "4hr", "did you mean 4h?"),
-        ("mtbf", "4 hours", "did you mean 4h?"),
-        ("mtbf", "10minutes", "did you mean 10min?"),
-        ("mtbf", "4H", "did you mean 4h?"),
-        ("step-s", "3\N{MICRO SIGN}s", "did you mean 3us?"),
-        ("step-s", "20millis", "did you mean 20ms?"),
         ("step-s", "5x", "like 30s, 5min or 4h"),
+        ("state-bytes", "14GB/s", "like 14GB or 12GiB"),
         ("step-s", "abc", "like 30s, 5min or 4h"),
         ("step-s", "-3", "like 30s"),
         ("step-s", "nan", "like 30s"),
         ("step-s", "", "like 30s"),
-        ("state-bytes", "14gb", "did you mean 14GB?"),
-        ("state-bytes", "14G", "did you mean 14GB?"),
-        ("state-bytes", "14GB/s", "did you mean 14GB?"),
-        ("state-bytes", "14gib", "did you mean 14GiB?"),
-        ("state-bytes", "14Gb", "bytes, not bits"),
         ("state-bytes", "14XB", "like 14GB or 12GiB"),
-        ("write-bw", "3GB", "did you mean 3GB/s?"),
-        ("write-bw", "3GBps", "did you mean 3GB/s?"),
-        ("write-bw", "3gb/s", "did you mean 3GB/s?"),
-        ("write-bw", "25Gb/s", "bytes, not bits: 8Gb/s is written 1GB/s"),
-        ("write-bw", "25Gbps", "bytes, not bits"),
-        ("write-bw", "25 Gbit/s", "bytes, not bits"),
+        ("write-bw", "25Gb/s", "like 3GB/s or 500MiB/s"),
     ],
 )
-def test_nonsense_gets_the_nearest_right_spelling(option: str, text: str, hint: str) -> None:
+def test_nonsense_gets_an_example(option: str, text: str, hint: str) -> None:
     result = plan(**{option: text})
     assert result.exit_code == ExitCode.USAGE
     assert result.stdout == ""

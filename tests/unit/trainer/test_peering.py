@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import everstep
-from everstep.cli.ps import Status
 from everstep.errors import OptionError, OutOfSpaceError
 from everstep.link.job_session import JobSession
 from everstep.seams.machine import machine_name
@@ -157,24 +156,3 @@ def test_a_seat_knows_its_peer_and_whose_peer_it_is() -> None:
     assert JobSession.from_wire(job_session.to_wire()) == job_session
     without = JobSession("s", 2, ("0", "0", "2", "2"), ())
     assert (without.peer, without.sources) == (None, ())
-
-
-def test_a_status_says_what_is_held_for_whom() -> None:
-    message: dict[str, Any] = {
-        "kind": "status",
-        "trainer": None,
-        "held": [],
-        "writing": [],
-        "durable_step": None,
-        "idle_s": 0.0,
-        "ends_in_s": None,
-        "arena_bytes": 0,
-    }
-    older = Status.of_message(message)
-    assert older is not None
-    assert older.copies == ()
-    newer = Status.of_message({**message, "copies": [[1, 20], [1, 30]]})
-    assert newer is not None
-    assert newer.copies == ((1, 20), (1, 30))
-    for nonsense in ("x", [1], [[1]], [["a", 2]], [[1, 2, 3]]):
-        assert Status.of_message({**message, "copies": nonsense}) is None

@@ -2,7 +2,6 @@
 
 ``errors``    exit codes, errors and JSON output
 ``output``    tables, labels and sizes for people
-``streams``   standard output that is closed, full, or has no reader
 ``runs``      find a run and its bases from a user's argument
 ``paths``     check paths that users give
 ``units``     parse and format sizes, rates and durations

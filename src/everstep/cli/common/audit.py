@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli.common.log import is_deleted
 from everstep.cli.common.output import LINE_CHARS_MAX, count_of, label, table
 from everstep.errors import DamageError, FormatError, NewerFormatError
 
@@ -67,9 +66,20 @@ def check_segments(
                 except OSError as error:
                     problem = f"cannot be read: {error.strerror or error}"
                     segment = dataclasses.replace(segment, problem=problem)
-            if segment.problem is None or not is_deleted(segment.files or filesystem, segment):
+            if segment.problem is None or not _is_deleted(segment.files or filesystem, segment):
                 checked.append(segment)
     return checked
+
+
+def _is_deleted(filesystem: FileSystem, segment: SegmentFound) -> bool:
+    """Return True if a running process has deleted a segment: its markers are removed first."""
+    from everstep.format.names import parse_marker
+
+    try:
+        names = [entry.name for entry in filesystem.scan(segment.path)]
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return not any(parse_marker(name) is not None for name in names)
 
 
 def check_replay(

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from everstep.cli.common.output import count_of, in_words, label, table
 from everstep.cli.common.runs import reading
-from everstep.errors import DamageError
 
 if TYPE_CHECKING:
     from everstep.format.header import ShardHeader
@@ -24,7 +23,6 @@ __all__ = [
     "as_json",
     "count_segments",
     "describe_reach",
-    "is_deleted",
     "records_in",
     "run_log",
     "segment_as_json",
@@ -127,37 +125,12 @@ def segment_as_json(segment: SegmentFound) -> dict[str, Any]:
     }
 
 
-def is_deleted(filesystem: FileSystem, segment: SegmentFound) -> bool:
-    """Return True if a running process has deleted a segment meanwhile: its markers are removed
-    first.
-    """
-    from everstep.format.names import parse_marker
-
-    try:
-        kinds = {one.name: one.kind for one in filesystem.scan(segment.path.parent)}
-        if (kind := kinds.get(segment.path.name)) != "dir":
-            return kind is None
-        names = [entry.name for entry in filesystem.scan(segment.path)]
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return not any(parse_marker(name) is not None for name in names)
-
-
 def records_in(file: Any, header: ShardHeader, path: PurePath) -> tuple[RecordHead, ...]:
     """Return the records of a segment file; empty for any other file."""
-    from everstep.format.digests import digest
-    from everstep.format.log import LOG_OBJECT, heads_of
+    from everstep.run.open_base import is_redo_file
+    from everstep.run.segments import read_heads
 
-    for place, expected in zip(header.placed, header.digests, strict=True):
-        if place.entry.name == LOG_OBJECT:
-            data = bytearray(place.end - place.begin)
-            got = file.read_into(memoryview(data), header.room_bytes + place.begin)
-            if got != len(data) or digest(memoryview(data)) != expected:
-                raise DamageError(f"{path}: its index is damaged", path=path, entry=LOG_OBJECT)
-            return heads_of(header.identity.timeline, bytes(data), path)
-    return ()
+    return read_heads(file, header, path) if is_redo_file(header) else ()
 
 
 def show_segments(out: Console, segments: Sequence[SegmentFound]) -> None:

@@ -19,7 +19,7 @@ _INCHES = (10.0, 4.0)
 _DPI = 150
 
 
-def check_picture(path: Path, option: str = "--picture") -> None:
+def check_picture(path: Path) -> None:
     """Check that a picture can be drawn, before anything is computed for it.
 
     Raises:
@@ -29,14 +29,14 @@ def check_picture(path: Path, option: str = "--picture") -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UnavailableError(
             "a picture needs matplotlib, which is not installed",
-            hint=f"pip install matplotlib, or leave out {option}",
+            hint="pip install matplotlib, or leave out --picture",
         )
     check_target(path)
     canvas: Any = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     kinds = canvas.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in kinds:
         raise OptionError(
-            f"{option}: no picture is drawn as {path.suffix!r}", hint=f"one of {', '.join(kinds)}"
+            f"--picture: no picture is drawn as {path.suffix!r}", hint=f"one of {', '.join(kinds)}"
         )
 
 

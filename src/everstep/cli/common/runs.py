@@ -30,7 +30,6 @@ __all__ = ["RUN_ARGUMENT", "filesystem_of", "open_run", "reading", "select_bases
 
 RUN_ARGUMENT = typer.Argument(metavar="RUN", help="The run folder.", show_default=False)
 
-_LOOK_AGAIN = 5
 _NEIGHBOURS_MAX = 1000
 
 
@@ -74,24 +73,15 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
         return _open_copy(filesystem, run)
     path = absolute(run)
     with reading(path):
-        for attempt in range(_LOOK_AGAIN):
-            if (kind := kind_of(path)) != "directory":
-                raise _no_folder(path, kind)
-            try:
-                inventory = scan_run(filesystem, path)
-                break
-            except ForeignDirectoryError as error:
-                hint = _hint(path)
-                raise ForeignDirectoryError(error.message, path=path, hint=hint) from None
-            # Retention of a running training may have deleted a base meanwhile: look again.
-            except FileNotFoundError:
-                if attempt == _LOOK_AGAIN - 1:
-                    raise
-    if not inventory.timelines and not inventory.abandoned and inventory.run is None:
-        broken = [f"{where.name}: {problem}" for where, problem in inventory.problems]
-        if not broken:
-            raise OptionError(f"{path} is empty: there is no run", path=path, hint=_hint(path))
-    return inventory
+        if (kind := kind_of(path)) != "directory":
+            raise _no_folder(path, kind)
+        try:
+            inventory = scan_run(filesystem, path)
+        except ForeignDirectoryError as error:
+            if error.path == str(path):
+                error.hint = _hint(path)
+            raise
+    return _not_empty(inventory, _hint(path))
 
 
 def filesystem_of(run: str) -> FileSystem:
@@ -118,8 +108,13 @@ def _open_copy(filesystem: FileSystem, run: str) -> Inventory:
     path = UrlPath(run.rstrip("/"))
     with reading(path):
         inventory = scan_run(filesystem, path)
+    return _not_empty(inventory, None)
+
+
+def _not_empty(inventory: Inventory, hint: str | None) -> Inventory:
     if inventory.run is None and not inventory.timelines and not inventory.problems:
-        raise OptionError(f"{path} is empty: there is no run", path=path)
+        path = inventory.path
+        raise OptionError(f"{path} is empty: there is no run", path=path, hint=hint)
     return inventory
 
 

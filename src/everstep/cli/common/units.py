@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 
-from everstep.config.given import nearest
 from everstep.errors import OptionError
 
 __all__ = ["parse_bytes", "parse_bytes_per_s", "parse_seconds", "seconds_in_words"]
@@ -18,10 +17,6 @@ _RATES = {unit + "/s": size for unit, size in _BYTES.items()}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
 _SECONDS |= {"min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
-_BITS = re.compile(r"[KMGTP]i?b(ps|/s)?|[kKMGTP]?i?[Bb]its?(ps|/s)?")
-# Prefixes of spelled-out units.
-_SPELLED = {"hr": "h", "hour": "h", "minute": "min", "second": "s", "day": "d"}
-_SPELLED |= {"mil": "ms", "mic": "us", "\N{MICRO SIGN}": "us", "\N{GREEK SMALL LETTER MU}": "us"}
 
 
 def parse_bytes(name: str, text: str) -> float:
@@ -32,7 +27,7 @@ def parse_bytes(name: str, text: str) -> float:
         text: text to parse.
 
     Raises:
-        OptionError: for anything else, with the closest correct spelling.
+        OptionError: for anything else.
     """
     return _parse(name, text, "a size", _BYTES, example="14GB or 12GiB")
 
@@ -59,36 +54,10 @@ def seconds_in_words(seconds: float) -> str:
 
 def _parse(name: str, text: str, what: str, units: Mapping[str, float], example: str) -> float:
     match = _NUMBER.fullmatch(text)
-    if match is None:
+    scale = None if match is None else {**units, "": 1.0}.get(match[2])
+    if match is None or scale is None:
         raise OptionError(f"{name} {text!r} is not {what}", hint=f"like {example}")
-    number = float(match[1])
-    unit = match[2]
-    scale = units.get(unit, 1.0 if not unit else None)
-    if scale is None:
-        hint = _meant(match[1], unit, units) or f"like {example}"
-        raise OptionError(f"{name} {text!r} is not {what}", hint=hint)
-    value = number * scale
+    value = float(match[1]) * scale
     if not 0 < value < math.inf:
         raise OptionError(f"{name} {text!r} must be more than nothing, and finite")
     return value
-
-
-def _meant(number: str, unit: str, units: Mapping[str, float]) -> str | None:
-    """Return the correct spelling of the unit that was probably meant."""
-    rate = "/s" if "B/s" in units else ""
-    if units is not _SECONDS and _BITS.fullmatch(unit):
-        return f"bytes, not bits: 8Gb{rate} is written 1GB{rate}"
-    folded = {known.lower(): known for known in units}
-    bare = unit.removesuffix("ps").removesuffix("/s")
-    for guess in (unit, unit + "B" + rate, bare + rate):
-        if guess.lower() in folded:
-            return f"did you mean {number}{folded[guess.lower()]}?"
-    if units is _SECONDS:
-        for word, short in _SPELLED.items():
-            if unit.lower().startswith(word):
-                return f"did you mean {number}{short}?"
-    close = nearest(unit, units) or nearest(unit.lower(), units)
-    if close is None or close[0].lower() != unit[0].lower():
-        # Another prefix is another size: do not guess it.
-        return None
-    return f"did you mean {number}{close}?"
