@@ -788,3 +788,23 @@ def test_a_watch_notices_that_a_storage_has_moved() -> None:
 def test_a_watch_of_nothing_holds() -> None:
     assert TensorGuard([], []).holds()
     assert not TensorGuard([torch.ones(1)], []).holds()
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda module: module.register_parameter("a", nn.Parameter(torch.ones(2))),
+        lambda module: module.register_buffer("a", torch.ones(2)),
+        lambda module: module.add_module("a", nn.Linear(2, 2)),
+    ],
+    ids=["parameter", "buffer", "module"],
+)
+def test_what_was_empty_is_looked_at(fill: Callable[[nn.Module], object]) -> None:
+    empty = nn.Module()
+    values: Values = {"model": nn.Sequential(empty, nn.Linear(2, 2))}
+    state = State(values)
+    for _ in range(2):
+        assert len(state.survey().tensors) == 3  # with torch's generator
+    fill(empty)
+    assert len(state.survey().tensors) > 3
+    assert outcome(state.survey) == outcome(lambda: State(values).survey())

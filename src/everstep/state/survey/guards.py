@@ -8,18 +8,12 @@ do not rely on values or on version counters, which miss writes.
 
 There is no guard for anything else: overrides, hooks, extra state, subclasses of containers or
 tensors, or a torch whose methods read more than is known here.
-
-Dict versions: a dict of CPython before 3.12 has a version tag, which changes with each modification
-and is unique among all dicts. torch has a function that reads it (Dynamo's guards use it). The
-function is not a public interface, so it is tested when this module is loaded. Without it the
-guards compare all members.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
@@ -39,84 +33,7 @@ __all__ = [
     "OptimizerGuard",
     "TensorGuard",
     "canonical_key",
-    "dict_versions",
-    "keep_order",
 ]
-
-_Tag = Callable[[Any], int]
-
-
-def dict_versions(dicts: Iterable[Mapping[Any, Any]]) -> list[int] | None:
-    """Return the version tags of some dicts; None if dicts have no tags here.
-
-    If the tags are equal at two times, all dicts had the same keys and values throughout, in the
-    same order if they :func:`keep_order`.
-    """
-    return None if _tag is None else list(map(_tag, dicts))
-
-
-def keep_order(dicts: Iterable[Mapping[Any, Any]]) -> bool:
-    """Return True if no dict can change the order of its keys without a new tag; an
-    ``OrderedDict`` can."""
-    return {dict, defaultdict}.issuperset(map(type, dicts))
-
-
-class _Plain:
-    a: object
-
-
-_CHANGES: tuple[Callable[[dict[str, object]], object], ...] = (
-    lambda d: d.update(new=1),
-    lambda d: d.__setitem__("a", 2.5),
-    lambda d: d.__delitem__("a"),
-    lambda d: d.pop("b"),
-    lambda d: d.setdefault("other"),
-    lambda d: d.popitem(),
-    lambda d: d.clear(),
-)
-
-
-def _load() -> _Tag | None:
-    """Return the function that reads a dict's tag, if dicts have one.
-
-    From Python 3.12 on torch counts changes by a watcher instead, which would slow training down at
-    each change.
-    """
-    if sys.version_info >= (3, 12) or sys.implementation.name != "cpython":
-        return None
-    try:
-        from torch._C._dynamo.guards import dict_version
-    except ImportError:
-        return None
-    tag: _Tag = dict_version
-    return tag if _detects_changes(tag) else None
-
-
-def _detects_changes(tag: _Tag) -> bool:
-    """Return True if a dict's tag changes with each modification, including attribute writes,
-    and not otherwise."""
-    made = _Plain()
-    members: dict[str, object] = {"a": object(), "b": object(), "c": object()}
-
-    def set_attribute(_: object) -> None:
-        made.a = object()
-
-    try:
-        for held in (members.copy(), defaultdict(object, members), made.__dict__):
-            held.update(members)
-            changes = [*_CHANGES, set_attribute] if held is made.__dict__ else _CHANGES
-            for change in changes:
-                before = tag(held)
-                again = tag(held)
-                change(held)
-                if again != before or tag(held) == before:
-                    return False
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-_tag = _load()
 
 
 def _is_torchs_own(function: object, names: frozenset[str]) -> bool:
@@ -290,13 +207,11 @@ def canonical_key(key: str) -> str:
 class _DictGuard:
     """Check that dicts still hold the same keys and values, in the same order.
 
-    The guard keeps the dicts themselves; it does not check who refers to them. With version tags it
-    compares the members only after these have changed.
+    The guard keeps the dicts themselves; it does not check who refers to them.
     """
 
     def __init__(self, dicts: Sequence[Mapping[Any, Any]]) -> None:
         self._dicts = dicts
-        self._tags: list[int] | None = None  # when it last held
         self._filled = [held for held in dicts if held]
         self._lengths = list(map(len, dicts))
         self._keys = list(chain.from_iterable(self._filled))
@@ -304,18 +219,7 @@ class _DictGuard:
 
     def hold(self) -> bool:
         """Return True if keys, values and their order are unchanged."""
-        tags = dict_versions(self._dicts)
-        if tags is not None and tags == self._tags:
-            return True
-        self._tags = None
-        if not self._members_hold():
-            return False
-        if keep_order(self._dicts):
-            self._tags = tags
-        return True
-
-    def _members_hold(self) -> bool:
-        """Compare all members. The lengths ensure that no member counts for the next dict."""
+        # The lengths ensure that no member counts for the next dict.
         return (
             list(map(len, self._dicts)) == self._lengths
             and all(map(is_, chain.from_iterable(self._filled), self._keys))
@@ -344,7 +248,6 @@ class ModuleGuard:
         self._held = list(chain.from_iterable(held))
         containers = [members for row in held for members in row[:_UNSAVED]]
         self._containers = _DictGuard([members for members in containers if members])
-        self._owns_tags: list[int] | None = None  # when members last held
         unsaved = [row[_UNSAVED] for row in held]
         self._empty = [hooks for row in held for hooks in row[_HOOKS]]
         self._empty += [members for members in (*containers, *unsaved) if not members]
@@ -386,33 +289,17 @@ class ModuleGuard:
 
     def _members_hold(self) -> bool:
         """Return True if every module has the same members as before, and no hooks or overrides."""
-        return (
-            self._attributes_hold()
-            and not any(self._empty)
-            and self._unsaved == self._unsaved_then
-            and self._containers.hold()
-        )
-
-    def _attributes_hold(self) -> bool:
-        """Return True if the modules' member containers are the same objects, and no method is
-        overridden on an instance.
-
-        With version tags they are compared only after these have changed.
-        """
-        tags = dict_versions(self._owns)
-        if tags is not None and tags == self._owns_tags:
-            return True
-        self._owns_tags = None
         try:
             held = list(chain.from_iterable(map(_members_of, self._owns)))
         except KeyError:
             return False
-        if not same_objects(held, self._held):
-            return False
-        if not all(map(_overrides_none, map(_keys, self._owns))):
-            return False
-        self._owns_tags = tags
-        return True
+        return (
+            same_objects(held, self._held)
+            and all(map(_overrides_none, map(_keys, self._owns)))
+            and not any(self._empty)
+            and self._unsaved == self._unsaved_then
+            and self._containers.hold()
+        )
 
 
 def _is_torch_unpatched() -> bool:
