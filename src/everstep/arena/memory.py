@@ -21,8 +21,7 @@ writes it, others read it, without a lock. This is correct because
   follows each load: a lock that is released and acquired again, a full barrier on ARM and POWER.
 
 Copies by a device are not covered: the thread that waited for them sets the word
-(:mod:`everstep.capture.lanes.cuda`), or the device sets it itself, after a fence
-(:meth:`Arena.progress_address`).
+(:mod:`everstep.capture.lanes.cuda`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ import platform
 import struct
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -72,10 +70,7 @@ class Arena:
 
     Attributes:
         size_bytes: size of the data area, a multiple of the page size.
-        words_count: number of progress words.
     """
-
-    words_count = PROGRESS_WORDS
 
     def __init__(self, memory: SharedMemory) -> None:
         array = memory.array()
@@ -146,11 +141,9 @@ class Arena:
             if error.errno in (*_NO_ROOM, *_NO_DESCRIPTORS):
                 raise _explanation(error, f"an arena of {total_bytes} bytes") from error
             raise _not_an_arena(fd, f"it cannot be mapped ({error})") from error
-        found = _HEADER.unpack(memory.array()[: _HEADER.size].tobytes())
-        wrong = _difference(found, total_bytes - CONTROL_BYTES)
-        if wrong:
+        if memory.array()[: _HEADER.size].tobytes() != _header(total_bytes - CONTROL_BYTES):
             memory.close_fd()
-            raise _not_an_arena(fd, wrong)
+            raise _not_an_arena(fd, "its header is of another version, or of something else")
         return cls(memory)
 
     @property
@@ -195,11 +188,6 @@ class Arena:
         _barrier()
         words[index] = np.uint64(value)
 
-    def progress_address(self, index: int) -> int:
-        """Return the address of a progress word, for a device that writes it."""
-        self._words_with(index)
-        return self._here().address + _WORDS_OFFSET + index * _WORD_STRIDE_BYTES
-
     def populate(self, offset: int, size_bytes: int) -> None:
         """Fault in the pages of a range: copying into fresh pages is several times slower.
 
@@ -214,20 +202,6 @@ class Arena:
         self._check_range(offset, size_bytes)
         with _explained(f"{size_bytes} bytes of the arena"):
             memory.populate(CONTROL_BYTES + offset, size_bytes)
-
-    def discard(self, offset: int, size_bytes: int) -> None:
-        """Return the pages of a range to the system, for all processes; it then reads as zeros.
-
-        Not for memory that is registered with a device, which would keep the old pages. Pages that
-        are only partly in the range are kept.
-
-        Raises:
-            OptionError: if the range is not inside the arena.
-        """
-        memory = self._here()
-        self._check_range(offset, size_bytes)
-        with _explained(f"{size_bytes} bytes of the arena"):
-            memory.remove(CONTROL_BYTES + offset, size_bytes)
 
     def close(self) -> None:
         """Release descriptor and memory; idempotent.
@@ -244,18 +218,12 @@ class Arena:
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @classmethod
     def _started(cls, memory: SharedMemory) -> Arena:
-        data_bytes = memory.size_bytes - CONTROL_BYTES
-        header = _HEADER.pack(_MAGIC, _VERSION, PROGRESS_WORDS, CONTROL_BYTES, data_bytes)
+        header = _header(memory.size_bytes - CONTROL_BYTES)
         memory.array()[: len(header)] = np.frombuffer(header, np.uint8)
         return cls(memory)
 
@@ -291,16 +259,8 @@ def _total_bytes(size_bytes: int) -> int:
     return CONTROL_BYTES + -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _difference(found: tuple[bytes, int, int, int, int], data_bytes: int) -> str | None:
-    """Return a description of the first wrong field of the header, or None."""
-    magic, version, *sizes = found
-    if magic != _MAGIC:
-        return "it does not start with the magic number of an arena"
-    if version != _VERSION:
-        return f"it has version {version}, this everstep supports {_VERSION}"
-    if sizes != [PROGRESS_WORDS, CONTROL_BYTES, data_bytes]:
-        return f"its sizes contradict each other: {sizes}, {data_bytes} bytes of data"
-    return None
+def _header(data_bytes: int) -> bytes:
+    return _HEADER.pack(_MAGIC, _VERSION, PROGRESS_WORDS, CONTROL_BYTES, data_bytes)
 
 
 # --- Errors -----------------------------------------------------------------------------

@@ -62,7 +62,6 @@ _F_SEAL_SEAL = 1
 _F_SEAL_SHRINK = 2
 _F_SEAL_GROW = 4
 _SEALS = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
-_MADV_REMOVE = 9
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_DONTDUMP = 16
@@ -246,28 +245,6 @@ class SharedMemory:
                 if error.errno not in _NOT_KNOWN:  # before Linux 5.14, or not Linux
                     raise
                 self._read_pages(max(at, offset), at + length)
-
-    def remove(self, offset: int, size_bytes: int) -> None:
-        """Return the full pages of a range to the system and zero the rest; all of it reads as
-        zeros.
-
-        If the system cannot (not Linux, or pages locked by ``mlock``), write zeros and keep the
-        memory.
-        """
-        array = self.array()
-        end = offset + size_bytes
-        first = min(end, -(-offset // PAGE_BYTES) * PAGE_BYTES)
-        last = max(first, end - end % PAGE_BYTES)
-        array[offset:first] = 0
-        array[last:end] = 0
-        for at in range(first, last, _SLICE_BYTES):
-            length = min(_SLICE_BYTES, last - at)
-            try:
-                _madvise(self.address + at, length, _MADV_REMOVE)
-            except OSError as error:
-                if error.errno not in _NOT_KNOWN:
-                    raise
-                array[at : at + length] = 0
 
     def close_fd(self) -> None:
         """Close the descriptor; the mapping stays."""

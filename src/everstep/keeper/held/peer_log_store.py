@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from everstep.arena import PAGE_BYTES
 from everstep.arena.allocator import Allocator
 from everstep.arena.memory import CONTROL_BYTES, Arena
 from everstep.commit.job.messages import PeerLogAck, PeerLogBegin, PeerLogChunk
@@ -19,7 +20,6 @@ from everstep.restore.fetch.peer_log import PackedSteps, PeerLog, read_pack
 __all__ = ["PeerLogStore"]
 
 _log = logging.getLogger("everstep.keeper")
-_ALIGNMENT_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ class PeerLogStore:
         # Created at first use: most keepers never hold logs of other ranks.
         if self._arena is None:
             self._arena = Arena.create(self._shelf.bound_bytes)
-            self._allocator = Allocator(self._arena.size_bytes, alignment_bytes=_ALIGNMENT_BYTES)
+            self._allocator = Allocator(self._arena.size_bytes)
         assert self._allocator is not None
         offset = self._allocator.allocate(size_bytes)
         if offset is not None:
@@ -220,7 +220,7 @@ class PeerLogStore:
 
     @staticmethod
     def _rounded(size_bytes: int) -> int:
-        return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
     def _drop(self, source: int) -> None:
         coming = self._in_flight.pop(source, None)
