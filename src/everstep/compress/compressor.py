@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of, write_back
+from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of, refuse_residuals
 from everstep.compress.floats import FORMATS, largest_magnitudes
 from everstep.compress.forms import Form, compression
 from everstep.compress.sparse import Sparse, nonzero_count
 from everstep.config.given import named
-from everstep.errors import MismatchError, OptionError, StateError
+from everstep.errors import OptionError, StateError
 from everstep.state.layout.placement import Box
 from everstep.state.providers.optimizers import unwrap_optimizer
 from everstep.state.values.tensors import (
@@ -221,11 +221,7 @@ class Compressor:
             if number < len(shapes) and residual.numel() != parameters[number].numel():
                 what = f"{residual.numel()} elements, not {parameters[number].numel()}"
                 mismatches.append((f"residual {number}", what))
-        if mismatches:
-            listed = "\n".join(f"  {name}: {what}" for name, what in mismatches)
-            raise MismatchError(
-                f"the residuals belong to other parameters:\n{listed}", mismatches=tuple(mismatches)
-            )
+        refuse_residuals("other parameters", mismatches)
         self._feedback.residuals = {
             parameters[number]: _local_residual(parameters[number], residual)
             for number, residual in state["residuals"].items()
@@ -295,12 +291,11 @@ class Compressor:
             return
         for parameter, grad in grads:
             if grad.numel() and self._is_compressed(parameter, grad):
-                # An expanded gradient has several elements in one place: it cannot be written.
-                if _is_expanded(grad) and not is_dtensor(parameter):
-                    parameter.grad = grad = grad.contiguous()
                 flat = flat_of(grad)
                 form = self._feedback.take(parameter, flat)
-                write_back(form, grad, flat)
+                form.dense(out=flat)
+                if flat.data_ptr() != grad.data_ptr() or not grad.is_contiguous():
+                    grad.copy_(flat.view(grad.shape))  # a gradient in strides of its own
                 self._last[id(parameter)] = (parameter, form)
 
     def _check_step(self) -> None:
@@ -397,18 +392,12 @@ def _all_finite(grads: list[torch.Tensor]) -> bool:
     return all(math.isfinite(magnitude) for magnitude in largest_magnitudes(parts))
 
 
-def _is_expanded(grad: torch.Tensor) -> bool:
-    pairs = zip(grad.shape, grad.stride(), strict=True)
-    return any(length > 1 and step == 0 for length, step in pairs)
-
-
 def _matches(form: Form, flat: torch.Tensor) -> bool:
     if flat.dtype != form.dtype or flat.numel() != form.numel:
         return False
     if not isinstance(form, Sparse):
         return _same_bits(flat, form.dense())
-    where = form.indices if len(form.counts) == 1 else form.positions()
-    kept = _same_bits(flat.index_select(0, where), form.values)
+    kept = _same_bits(flat.index_select(0, form.indices), form.values)
     return kept and nonzero_count(flat) == nonzero_count(form.values)
 
 

@@ -32,13 +32,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
-from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of
-from everstep.compress.floats import FORMATS, kept_count, largest_magnitudes, narrowed
+from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of, refuse_residuals
+from everstep.compress.floats import FORMATS, NUMEL_MAX, kept_count, largest_magnitudes, narrowed
 from everstep.compress.forms import compression
-from everstep.compress.sparse import CHUNK_NUMEL, Sparse, nonzero_count
+from everstep.compress.sparse import Sparse, nonzero_count
 from everstep.config.given import named
-from everstep.errors import MismatchError, OptionError, StateError
+from everstep.errors import OptionError, StateError
 from everstep.state.providers.modules import unwrap
+from everstep.state.survey.ownership import memory_of
 
 __all__ = ["DDPCompression", "compressed_mean"]
 
@@ -129,7 +130,7 @@ class DDPCompression:
             raise OptionError(f"dense_below must be at least 0, not {dense_below}")
         named = dict(unwrap(model).named_parameters())
         for name, parameter in named.items():
-            if parameter.numel() > CHUNK_NUMEL:
+            if parameter.numel() > NUMEL_MAX:
                 raise OptionError(
                     f"{name} has {parameter.numel()} elements; the exchange has int32 indices"
                 )
@@ -193,11 +194,7 @@ class DDPCompression:
             elif parameter.numel() != residual.numel():
                 what = f"saved {residual.numel()} elements, live {parameter.numel()}"
                 mismatches.append((name, what))
-        if mismatches:
-            listed = "\n".join(f"  {name}: {what}" for name, what in mismatches)
-            raise MismatchError(
-                f"the residuals belong to another model:\n{listed}", mismatches=tuple(mismatches)
-            )
+        refuse_residuals("another model", mismatches)
         self._scale = state["loss_scale"]
         self._feedback.residuals = {
             name: residual.detach().to(self._parameters[name].device, copy=True).view(-1)
@@ -318,9 +315,7 @@ class DDPCompression:
         for where, values in sent:
             places = torch.searchsorted(indices, where)
             total[places] += values.to(wide)
-        form = Sparse(
-            section.grad.numel(), indices, narrowed(total / len(rows), dtype), (indices.numel(),)
-        )
+        form = Sparse(section.grad.numel(), indices, narrowed(total / len(rows), dtype))
         section.grad.copy_(form.dense().view(section.grad.shape))
         self.last[id(section.parameter)] = form
 
@@ -342,20 +337,10 @@ def _in_strides_of(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     DDP lays it out in the parameter's strides if these are dense, but passes it to hooks as if it
     were in row-major order.
     """
-    if _is_dense(parameter):
+    memory = memory_of(parameter)
+    if memory is not None and memory.is_dense:
         return grad.as_strided(parameter.shape, parameter.stride(), grad.storage_offset())
     return grad.view(parameter.shape)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill a range of memory, each one place."""
-    filled = 1
-    sides = zip(tensor.stride(), tensor.shape, strict=True)
-    for step, length in sorted(side for side in sides if side[1] != 1):
-        if step != filled:
-            return False
-        filled *= length
-    return True
 
 
 class _Row:

@@ -14,16 +14,16 @@ below 1/256 of the residual would vanish.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import torch
 
-from everstep.compress.floats import FORMATS
+from everstep.compress.floats import FORMATS, NUMEL_MAX
 from everstep.compress.forms import Form
 from everstep.compress.sparse import Sparse
-from everstep.errors import StateError
+from everstep.errors import MismatchError, StateError
 
-__all__ = ["ErrorFeedback", "can_be_compressed", "flat_of", "write_back"]
+__all__ = ["ErrorFeedback", "can_be_compressed", "flat_of", "refuse_residuals"]
 
 _HOST_NUMEL = 2**17  # a multiple of the block of int8 forms
 
@@ -106,10 +106,10 @@ class ErrorFeedback:
 
 def can_be_compressed(grad: torch.Tensor, dense_below: int) -> bool:
     """Return True if a gradient is strided, of a dtype with forms, and has at least ``dense_below``
-    elements.
+    elements, and not too many.
     """
     known = grad.layout == torch.strided and grad.dtype in FORMATS
-    return known and grad.numel() >= max(1, dense_below)
+    return known and max(1, dense_below) <= grad.numel() <= NUMEL_MAX
 
 
 def flat_of(grad: torch.Tensor) -> torch.Tensor:
@@ -117,17 +117,17 @@ def flat_of(grad: torch.Tensor) -> torch.Tensor:
     return grad.resolve_neg().reshape(-1)
 
 
-def write_back(form: Form, grad: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write the dense values of ``form`` into ``grad``, in place; its strides stay.
+def refuse_residuals(whose: str, mismatches: Sequence[tuple[str, str]]) -> None:
+    """Refuse saved residuals that do not fit, if there are any mismatches.
 
-    Args:
-        form: compressed gradient.
-        grad: gradient to overwrite.
-        flat: ``flat_of(grad)``, which is overwritten, too.
+    Raises:
+        MismatchError: lists them.
     """
-    form.dense(out=flat)
-    if flat.data_ptr() != grad.data_ptr() or not grad.is_contiguous():
-        grad.copy_(flat.view(grad.shape))
+    if mismatches:
+        listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
+        raise MismatchError(
+            f"the residuals belong to {whose}:\n{listed}", mismatches=tuple(mismatches)
+        )
 
 
 def _ranges_of(flat: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -21,6 +21,7 @@ from everstep.errors import OptionError
 
 __all__ = [
     "FORMATS",
+    "NUMEL_MAX",
     "FloatFormat",
     "checked_flat",
     "kept_count",
@@ -54,12 +55,16 @@ FORMATS: Final = {
 }
 """The dtypes that can be compressed."""
 
+NUMEL_MAX: Final = 2**31
+"""Most elements of a tensor that can be compressed: those that an int32 index can tell apart."""
+
 
 def checked_flat(flat: torch.Tensor) -> FloatFormat:
     """Return the format of a tensor that can be compressed.
 
     Raises:
-        OptionError: it is not contiguous and one-dimensional, is empty, or has another dtype.
+        OptionError: it is not contiguous and one-dimensional, is empty or too long, or has
+            another dtype.
     """
     if flat.dtype not in FORMATS:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
@@ -69,8 +74,8 @@ def checked_flat(flat: torch.Tensor) -> FloatFormat:
             f"only a flat contiguous tensor can be compressed, not one of shape {list(flat.shape)}",
             hint="tensor.reshape(-1)",
         )
-    if flat.numel() == 0:
-        raise OptionError("a tensor without elements cannot be compressed")
+    if not 0 < flat.numel() <= NUMEL_MAX:
+        raise OptionError(f"a tensor of {flat.numel()} elements cannot be compressed")
     return FORMATS[flat.dtype]
 
 

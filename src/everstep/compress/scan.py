@@ -103,10 +103,6 @@ class DeviceScan:
         """Return the first ``count`` elements with exactly this key."""
         return self.at(torch.nonzero(self._all_keys() == key).view(-1)[:count])
 
-    def nonzero_bits(self) -> Hits:
-        """Return all elements that are not +0.0."""
-        return self.at(torch.nonzero(self.flat.view(self.form.signed)).view(-1))
-
     def kth(self, count: int) -> int:
         """Return the ``count``-th greatest key of the tensor."""
         return self.kth_of(self._all_keys(), count)
@@ -150,12 +146,6 @@ class HostScan(DeviceScan):
                 break
             hit = (block & self.form.unsigned(self.form.mask)) == key
             found.add(begin, block, np.flatnonzero(hit)[: count - found.count])
-        return found.hits()
-
-    def nonzero_bits(self) -> Hits:
-        found = _Found(self.form)
-        for begin, block in self._blocks():
-            found.add(begin, block, np.flatnonzero(block != 0))
         return found.hits()
 
     def kth(self, count: int) -> int:
@@ -222,30 +212,26 @@ def scan_of(flat: torch.Tensor, form: FloatFormat) -> DeviceScan:
     return DeviceScan(flat, form)
 
 
-def sample_positions(numel: int, seed: int, device: torch.device) -> torch.Tensor:
+def sample_positions(numel: int, device: torch.device) -> torch.Tensor:
     """Return up to ``SAMPLE_NUMEL`` positions (int64, ascending), one per stride. Read-only: it may
     be cached.
 
-    The position within a stride is a function of its number and ``seed``. A fixed offset would
-    sample the same column of every row if the stride is a multiple of the row.
+    The position within a stride is a function of its number. A fixed offset would sample the same
+    column of every row if the stride is a multiple of the row.
     """
     if numel <= SAMPLE_NUMEL:
         return torch.arange(numel, device=device)
-    if device.type == "cpu":
-        return _kept_strides(numel // SAMPLE_NUMEL, SAMPLE_NUMEL, seed)
-    # Not cached: a stream of the device would have to wait for the one that computed them.
-    return _strides(numel // SAMPLE_NUMEL, SAMPLE_NUMEL, seed, device)
+    # Cached in host memory only: a stream of a device would have to wait for the one that computed
+    # them.
+    strides = _strides if device.type == "cpu" else _strides.__wrapped__
+    return strides(numel // SAMPLE_NUMEL, SAMPLE_NUMEL, device)
 
 
 # Models have few distinct sizes, and each takes a while to compute.
 @functools.lru_cache(maxsize=32)
-def _kept_strides(stride: int, count: int, seed: int) -> torch.Tensor:
-    return _strides(stride, count, seed, torch.device("cpu"))
-
-
-def _strides(stride: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
+def _strides(stride: int, count: int, device: torch.device) -> torch.Tensor:
     number = torch.arange(count, device=device)
-    mixed = ((number + count * seed + 1) * 0x9E3779B1) & 0xFFFFFFFF  # golden ratio
+    mixed = ((number + 1) * 0x9E3779B1) & 0xFFFFFFFF  # golden ratio
     mixed = (((mixed >> 15) ^ mixed) * 0x85EBCA6B) & 0xFFFFFFFF  # as in MurmurHash3
     return number * stride + (mixed >> 8) % stride
 

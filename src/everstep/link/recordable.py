@@ -265,7 +265,7 @@ def form_entries(
     if isinstance(form, Sparse):
         named[INDICES + name] = form.indices
         named[VALUES + name] = form.values
-        return {**fields, "counts": form.counts}
+        return {**fields, "counts": (form.indices.numel(),)}
     named[INT8 + name] = form.values
     named[SCALES + name] = form.scales
     return {**fields, "dtype": form.dtype}

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.compress import sparse as sparse_module
 from everstep.compress.lossy import Lossy, lossy_copies, restored_values
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
@@ -84,19 +83,6 @@ def test_the_largest_are_kept_and_about_as_many_as_asked_for() -> None:
     kept[copy.form.positions()] = True
     assert abs(int(kept.sum()) - 2000) < 6 * 0.04 * 2000  # standard deviations of the sample
     assert gradient[kept].abs().min() > gradient[~kept].abs().max()
-
-
-def test_long_tensors_are_rebased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """int32 indices count anew in each chunk."""
-    monkeypatch.setattr(sparse_module, "CHUNK_NUMEL", 300)
-    gradient = torch.zeros(NUMEL)
-    places = [0, 299, 300, 301, 1499, 1500, NUMEL - 1]
-    gradient[places] = torch.arange(1.0, len(places) + 1)
-    copy = sparse_of(gradient, ratio=len(places) / NUMEL)
-    assert isinstance(copy.form, Sparse)
-    assert int(copy.form.indices.max()) < 300
-    assert copy.form.counts == (2, 2, 0, 0, 1, 1, 1)
-    assert torch.equal(dense_of(copy), gradient)
 
 
 def test_small_ones_are_quantized() -> None:

@@ -25,7 +25,7 @@ from everstep.compress.scan import (
     kernels_for,
     sample_positions,
 )
-from everstep.compress.sparse import Sparse, nonzeros, sampled_threshold, topk
+from everstep.compress.sparse import Sparse, sampled_threshold, topk
 from everstep.errors import FormatError, OptionError
 
 DTYPES = list(FORMATS)
@@ -33,11 +33,10 @@ Compress = Callable[[torch.Tensor, float], Sparse]
 
 
 def make_parts_small(patch: pytest.MonkeyPatch) -> None:
-    """Samples, blocks and chunks so small that a few elements are many of them."""
+    """Samples and blocks so small that a few elements are many of them."""
     patch.setattr(scan_module, "SAMPLE_NUMEL", 16)
     patch.setattr(sparse_module, "SAMPLE_NUMEL", 16)
     patch.setattr(scan_module, "_BLOCK_BYTES", 64)
-    patch.setattr(sparse_module, "CHUNK_NUMEL", 37)
 
 
 def bits_of(tensor: torch.Tensor) -> list[int]:
@@ -115,7 +114,7 @@ def test_topk_is_what_a_sort_finds(flat: torch.Tensor, ratio: float) -> None:
 
 
 @given(flats(), RATIOS)
-def test_topk_of_many_blocks_samples_and_chunks(flat: torch.Tensor, ratio: float) -> None:
+def test_topk_of_many_blocks_and_samples(flat: torch.Tensor, ratio: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         make_parts_small(patch)
         check_form(topk(flat, ratio), flat, largest(flat, ratio))
@@ -171,8 +170,8 @@ def test_nothing_but_nan_and_infinity_is_all_kept() -> None:
 # --- sampled_threshold ------------------------------------------------------------------
 
 
-def check_threshold(flat: torch.Tensor, ratio: float, seed: int) -> None:
-    form = sampled_threshold(flat, ratio, seed=seed)
+def check_threshold(flat: torch.Tensor, ratio: float) -> None:
+    form = sampled_threshold(flat, ratio)
     keys = key_of(flat)
     kept = form.positions().tolist()
     check_form(form, flat, kept)
@@ -184,40 +183,33 @@ def check_threshold(flat: torch.Tensor, ratio: float, seed: int) -> None:
     left_out = set(range(len(keys))) - set(kept)
     # Nothing that was left out is larger than anything that was kept.
     assert max((keys[i] for i in left_out), default=0) <= min(keys[i] for i in kept or [0])
-    again = sampled_threshold(flat, ratio, seed=seed)
+    again = sampled_threshold(flat, ratio)
     assert again.positions().tolist() == kept
 
 
-@given(flats(), RATIOS, st.integers(0, 5))
-def test_threshold_keeps_its_bounds(flat: torch.Tensor, ratio: float, seed: int) -> None:
-    check_threshold(flat, ratio, seed)
+@given(flats(), RATIOS)
+def test_threshold_keeps_its_bounds(flat: torch.Tensor, ratio: float) -> None:
+    check_threshold(flat, ratio)
 
 
-@given(flats(), RATIOS, st.integers(0, 5))
-def test_threshold_keeps_its_bounds_when_samples_are_poor(
-    flat: torch.Tensor, ratio: float, seed: int
-) -> None:
+@given(flats(), RATIOS)
+def test_threshold_keeps_its_bounds_when_samples_are_poor(flat: torch.Tensor, ratio: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         make_parts_small(patch)
-        check_threshold(flat, ratio, seed)
+        check_threshold(flat, ratio)
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
 def test_threshold_is_near_what_was_asked_for(ratio: float) -> None:
-    flat = torch.randn(400_000)
-    for seed in range(3):
-        kept = sampled_threshold(flat, ratio, seed=seed).values.numel()
-        assert kept == pytest.approx(ratio * flat.numel(), rel=5 / math.sqrt(ratio * SAMPLE_NUMEL))
-
-
-def test_seeds_sample_other_elements() -> None:
-    flat = torch.randn(400_000)
-    assert len({sampled_threshold(flat, 0.01, seed=s).values.numel() for s in range(5)}) > 1
+    numel = 400_000
+    for _ in range(3):
+        kept = sampled_threshold(torch.randn(numel), ratio).values.numel()
+        assert kept == pytest.approx(ratio * numel, rel=5 / math.sqrt(ratio * SAMPLE_NUMEL))
 
 
 def test_a_sample_takes_one_of_each_stride_and_not_always_the_same_column() -> None:
     numel, row = SAMPLE_NUMEL * 64, 64
-    found = sample_positions(numel, 0, torch.device("cpu"))
+    found = sample_positions(numel, torch.device("cpu"))
     assert torch.equal(found // 64, torch.arange(SAMPLE_NUMEL))
     columns = torch.bincount(found % row, minlength=row)
     assert int(columns.min()) > SAMPLE_NUMEL / row / 2
@@ -227,7 +219,7 @@ def test_a_tensor_that_misleads_the_sample_is_chosen_from_exactly() -> None:
     """All that is large lies where the sample does not look."""
     flat = torch.full((400_000,), 1e-3)
     hidden = torch.ones(400_000, dtype=torch.bool)
-    hidden[sample_positions(flat.numel(), 0, flat.device)] = False
+    hidden[sample_positions(flat.numel(), flat.device)] = False
     large = torch.nonzero(hidden).view(-1)[:100_000]
     flat[large] = torch.arange(1.0, 100_001.0)
     for form in (sampled_threshold(flat, 0.001), topk(flat, 0.001)):
@@ -236,7 +228,7 @@ def test_a_tensor_that_misleads_the_sample_is_chosen_from_exactly() -> None:
 
 def test_a_sample_of_only_large_elements_is_chosen_from_exactly() -> None:
     flat = torch.linspace(0.1, 0.5, 400_000)
-    sampled = sample_positions(flat.numel(), 0, flat.device)
+    sampled = sample_positions(flat.numel(), flat.device)
     flat[sampled] = 1.0
     form = sampled_threshold(flat, 0.5)
     assert form.values.numel() == 200_000
@@ -249,12 +241,7 @@ def test_few_that_are_not_zero_are_all_that_a_threshold_keeps() -> None:
     assert torch.equal(sampled_threshold(flat, 0.01).positions(), torch.arange(0, 400_000, 1000))
 
 
-# --- nonzeros, and forms in general ------------------------------------------------------
-
-
-@given(flats())
-def test_nonzeros_lose_no_bit(flat: torch.Tensor) -> None:
-    check_form(nonzeros(flat), flat, [i for i, bits in enumerate(bits_of(flat)) if bits])
+# --- forms in general --------------------------------------------------------------------
 
 
 @given(flats(), st.data())
@@ -269,23 +256,11 @@ def test_plain_torch_finds_the_same_as_numpy(flat: torch.Tensor, data: st.DataOb
         for one, other in (
             (host.at_least(key, flat.numel()), device.at_least(key, flat.numel())),
             (host.equal(key, count), device.equal(key, count)),
-            (host.nonzero_bits(), device.nonzero_bits()),
         ):
             assert one.positions.tolist() == other.positions.tolist()
             assert one.patterns.tolist() == other.patterns.tolist()
         assert host.at_least(0, flat.numel() - 1) is None
         assert device.at_least(0, flat.numel() - 1) is None
-
-
-def test_long_tensors_are_indexed_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_module, "CHUNK_NUMEL", 10)
-    flat = torch.zeros(35)
-    flat[[3, 9, 10, 34]] = 1.0
-    form = nonzeros(flat)
-    assert form.indices.tolist() == [3, 9, 0, 4]
-    assert form.counts == (2, 1, 0, 1)
-    assert form.positions().tolist() == [3, 9, 10, 34]
-    assert torch.equal(form.dense(), flat)
 
 
 def test_half_precision_values_stay_finite() -> None:
@@ -300,15 +275,13 @@ def test_half_precision_values_stay_finite() -> None:
 
 
 BROKEN = {
-    "unordered": Sparse(5, torch.tensor([2, 1], dtype=torch.int32), torch.ones(2), (2,)),
-    "twice": Sparse(5, torch.tensor([2, 2], dtype=torch.int32), torch.ones(2), (2,)),
-    "negative": Sparse(5, torch.tensor([-1, 2], dtype=torch.int32), torch.ones(2), (2,)),
-    "beyond": Sparse(5, torch.tensor([2, 5], dtype=torch.int32), torch.ones(2), (2,)),
-    "int64": Sparse(5, torch.tensor([2]), torch.ones(1), (1,)),
-    "lengths": Sparse(5, torch.tensor([2], dtype=torch.int32), torch.ones(2), (1,)),
-    "counts": Sparse(5, torch.tensor([2], dtype=torch.int32), torch.ones(1), (2,)),
-    "chunks": Sparse(5, torch.tensor([2], dtype=torch.int32), torch.ones(1), (1, 0)),
-    "integers": Sparse(5, torch.tensor([2], dtype=torch.int32), torch.ones(1).int(), (1,)),
+    "unordered": Sparse(5, torch.tensor([2, 1], dtype=torch.int32), torch.ones(2)),
+    "twice": Sparse(5, torch.tensor([2, 2], dtype=torch.int32), torch.ones(2)),
+    "negative": Sparse(5, torch.tensor([-1, 2], dtype=torch.int32), torch.ones(2)),
+    "beyond": Sparse(5, torch.tensor([2, 5], dtype=torch.int32), torch.ones(2)),
+    "int64": Sparse(5, torch.tensor([2]), torch.ones(1)),
+    "lengths": Sparse(5, torch.tensor([2], dtype=torch.int32), torch.ones(2)),
+    "integers": Sparse(5, torch.tensor([2], dtype=torch.int32), torch.ones(1).int()),
 }
 
 
@@ -316,13 +289,6 @@ BROKEN = {
 def test_a_broken_form_is_refused(broken: Sparse) -> None:
     with pytest.raises(FormatError):
         broken.check()
-
-
-def test_an_index_beyond_its_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_module, "CHUNK_NUMEL", 10)
-    indices = torch.tensor([3, 12], dtype=torch.int32)
-    with pytest.raises(FormatError):
-        Sparse(35, indices, torch.ones(2), (2, 0, 0, 0)).check()
 
 
 @pytest.mark.parametrize("compress", [topk, sampled_threshold])

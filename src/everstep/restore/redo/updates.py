@@ -173,7 +173,9 @@ def _compressed(
         values = tensors[VALUES + name]
         if "lossy" in fields:
             values = restored_values(values, fields["dtype"], fields["exponent"])
-        form = Sparse(numel, tensors[INDICES + name], values, fields["counts"])
+        form = Sparse(numel, tensors[INDICES + name], values)
+        if tuple(fields["counts"]) != (values.numel(),):
+            raise FormatError(f"the gradient of {name!r} has counts {fields['counts']}")
     else:
         form = Int8(tensors[INT8 + name], tensors[SCALES + name], fields["dtype"])
     # The form comes from a file: indices and counts must be checked before any kernel uses them.
