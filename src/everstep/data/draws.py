@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from everstep.seams.fingerprint import cuda_in_use
-from everstep.state.values.generators import set_state, state_of
+from everstep.state.values.generators import RngStates, set_state, state_of
 
-__all__ = ["Draws", "Held", "accelerators_kept", "generators_in", "number"]
+__all__ = ["Draws", "Held", "generators_in", "number"]
 
 KeyItem = int | str
 _LONG = 1000  # collections with more members are data; generators are not looked for in them
@@ -145,18 +144,14 @@ class Draws:
             np.random.set_state({**state, "has_gauss": 0, "gauss": 0.0})
         self._held.seed(*key)
 
-    def states(self) -> tuple[Any, ...]:
+    def states(self) -> tuple[RngStates, list[Any]]:
         """Return the states of all of them."""
-        numpy = np.random.get_state(legacy=False)
-        of_torch = torch.default_generator.get_state()
-        return random.getstate(), numpy, of_torch, self._held.states()
+        return RngStates.now(devices=False), self._held.states()
 
-    def put_back(self, states: tuple[Any, ...]) -> None:
+    def put_back(self, states: tuple[RngStates, list[Any]]) -> None:
         """Set all of them to ``states``."""
-        python, numpy, of_torch, held = states
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(of_torch)
+        of_process, held = states
+        of_process.put_back()
         self._held.put_back(held)
 
     @contextmanager
@@ -174,17 +169,6 @@ class Draws:
         with self.kept():
             self.seed(*key)
             yield
-
-
-@contextmanager
-def accelerators_kept() -> Iterator[None]:
-    """Put the generators of CUDA devices in use back at the end of the block."""
-    states = torch.cuda.get_rng_state_all() if cuda_in_use() else None
-    try:
-        yield
-    finally:
-        if states is not None:
-            torch.cuda.set_rng_state_all(states)
 
 
 def _seed(generator: Any, seed: int) -> None:

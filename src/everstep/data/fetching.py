@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset, get_worker_info
 
-from everstep.data.draws import Draws, Held, accelerators_kept, number
+from everstep.data.draws import Draws, Held, number
 from everstep.data.orders import set_epoch_of
+from everstep.state.values.generators import preserve_rng
 
 __all__ = ["Batch", "MapData", "StreamData", "Task", "as_it_is", "begin_worker"]
 
@@ -232,7 +233,7 @@ class StreamData(_Data):
         if task.state is not None:
             return
         # Worker w makes the batches w, w + W, ... : all before this one are replayed.
-        with accelerators_kept() if info is None else contextlib.nullcontext():
+        with preserve_rng() if info is None else contextlib.nullcontext():
             for batch in range(worker, task.number, workers):
                 draws.seed("batch", task.epoch, batch, *task.key)
                 if not self._take():

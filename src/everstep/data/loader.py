@@ -24,7 +24,7 @@ from everstep.data.fetching import (
 )
 from everstep.data.orders import Order, Place, Samplers, set_epoch_of
 from everstep.errors import OptionError, StateError
-from everstep.state.loaders.positions import MOVED, POSITIONS, shuffles_in_a_buffer
+from everstep.state.loaders.positions import MOVED, POSITIONS, length_of, shuffles_in_a_buffer
 
 __all__ = ["ResumableLoader"]
 
@@ -345,8 +345,7 @@ class _Machinery:
     @classmethod
     def of(cls, source: Any, seed: int, place: Place, by_state: bool) -> _Machinery:
         if not _is_entered(source):
-            length = len(source) if isinstance(source, Sized) else None
-            fixed = {"kind": "iterable", "seed": seed, "length": length}
+            fixed = {"kind": "iterable", "seed": seed, "length": length_of(source)}
             data: Any = StreamData(_Again(source), as_it_is, None, False, by_state)
             data.prepare()
             return cls(seed, place, fixed, None, data)
@@ -363,7 +362,7 @@ class _Machinery:
             place = samplers.place
             in_batches = loader.batch_sampler is not None
             data = MapData(loader.dataset, loader.collate_fn, in_batches)
-            fixed |= {"kind": "map", "length": _length_of(loader.dataset)}
+            fixed |= {"kind": "map", "length": length_of(loader.dataset)}
             if in_batches:
                 fixed["batch_size"] = samplers.step
         if not loader.num_workers:
@@ -507,13 +506,6 @@ def _refuse(source: Any, dataset_state: bool) -> None:
             "would be lost",
             hint="leave dataset_state out: the dataset is replayed then",
         )
-
-
-def _length_of(dataset: object) -> int | None:
-    try:
-        return len(dataset) if isinstance(dataset, Sized) else None
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _words(name: str, value: object) -> str:

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from everstep.data.draws import Draws
 from everstep.errors import StateError
+from everstep.state.loaders.positions import length_of
 
 __all__ = ["Order", "Place", "Samplers", "set_epoch_of"]
 
@@ -117,7 +118,7 @@ class Samplers:
         """Ask the sampler for the order of an epoch."""
         for one in self._told:
             set_epoch_of(one, epoch)
-        if not self._has_length():
+        if length_of(self.sampler) is None:
             return Order(self, None, ("order", seed, epoch))
         if type(self.sampler) is SequentialSampler:
             return Order(self, range(len(self.sampler)), ())
@@ -132,13 +133,6 @@ class Samplers:
         with Draws(self.sampler).under("order", seed, epoch):
             units = list(asked)
         return Order(self, units, ())
-
-    def _has_length(self) -> bool:
-        try:
-            len(self.sampler)
-        except (TypeError, NotImplementedError):
-            return False
-        return True
 
     def _share(self, units: int) -> int:
         """Return the number of units of one rank."""

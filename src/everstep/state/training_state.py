@@ -189,10 +189,9 @@ class State:
 
     def _follow(self, values: Iterable[object]) -> None:
         """Complete the positions of loaders as long as this state is in use."""
-        POSITIONS.open(*filter(is_followed, map(loader_within, values)))
+        POSITIONS.open(self, *filter(is_followed, map(loader_within, values)))
         self._unfollow = weakref.finalize(self, POSITIONS.close)
         self._unfollow.atexit = False
-        POSITIONS.listen(self)
 
     def close(self) -> None:
         """Restore the loaders' classes, if no other state is in use."""

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -36,17 +36,20 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from everstep.state.loaders.workers import WorkerGenerators
 from everstep.state.values.generators import RngStates, preserve_rng, restore_rng
 
+if TYPE_CHECKING:
+    from everstep.state.training_state import State
+
 __all__ = [
     "KEY",
     "MOVED",
     "POSITIONS",
-    "Listener",
     "LoaderPositions",
     "Resumed",
     "fetches_ahead",
     "follow_existing",
     "holds_position",
     "is_followed",
+    "length_of",
     "loader_within",
     "same_values",
     "shuffles_in_a_buffer",
@@ -142,24 +145,8 @@ def fetches_ahead(loader: object) -> str:
     Lightning does so if it cannot know the number of batches.
     """
     return _calling_module(_ACCELERATE) or (
-        "" if _has_length(loader) else _calling_module(_LIGHTNING)
+        _calling_module(_LIGHTNING) if length_of(loader) is None else ""
     )
-
-
-class Listener(Protocol):
-    """Receiver of findings about the data of a process."""
-
-    def lose(self, why: str, hint: str) -> None:
-        """Report that restored data differs from that of the saved training."""
-        ...
-
-    def say(self, message: str, hint: str) -> None:
-        """Warn about the use of the data."""
-        ...
-
-    def at_end_of_epoch(self) -> None:
-        """Note that a restored loader gave no batch to the loop, because its epoch had ended."""
-        ...
 
 
 class Resumed(Protocol):
@@ -182,7 +169,7 @@ class LoaderPositions:
     def __init__(self) -> None:
         self._classes: dict[type, dict[str, Any]] = {}
         self._holders = 0
-        self._listeners = weakref.WeakSet[Listener]()
+        self._listeners: weakref.WeakSet[State] = weakref.WeakSet()
         self._resumed: Callable[[], Resumed | None] = lambda: None
         self._loading = False
 
@@ -202,13 +189,15 @@ class LoaderPositions:
         resumed = self._resumed()
         return resumed is not None and not resumed.generators.same(RngStates.now())
 
-    def open(self, *loaders: object) -> None:
-        """Follow torchdata's class, if it is imported, and the classes of these loaders."""
-        self._holders += 1
-        self.follow(*loaders)
+    def open(self, listener: State, *loaders: object) -> None:
+        """Follow torchdata's class, if it is imported by now, and the classes of these loaders.
 
-    def follow(self, *loaders: object) -> None:
-        """Follow torchdata's class, if it is imported by now, and the classes of these loaders."""
+        Args:
+            listener: receives the findings; only a weak reference is kept.
+            loaders: loaders of its state.
+        """
+        self._holders += 1
+        self._listeners.add(listener)
         kinds = list(map(type, loaders))
         if (module := sys.modules.get(_TORCHDATA)) is not None:  # imported by now
             kinds.append(module.StatefulDataLoader)
@@ -225,10 +214,6 @@ class LoaderPositions:
                 for name, method in methods.items():
                     setattr(owner, name, method)
             self._classes.clear()
-
-    def listen(self, listener: Listener) -> None:
-        """Add a receiver of findings; only a weak reference is kept."""
-        self._listeners.add(listener)
 
     def lose(self, why: str, hint: str) -> None:
         """Report to all listeners that restored data differs from that of the saved training."""
@@ -351,7 +336,7 @@ class _Position:
         """Make the iterator for a loop."""
         iterator = self._make(loader, make, positions)
         # Lightning fetches a batch before it is needed where it cannot know the number of batches.
-        unsized = not _has_length(loader) and _calling_module(_LIGHTNING)
+        unsized = length_of(loader) is None and _calling_module(_LIGHTNING)
         self.behind = _DelayedState(iterator) if unsized else None
         return iterator
 
@@ -582,12 +567,12 @@ class _DelayedState:
         return type(iterator)._next_data(iterator)
 
 
-def _has_length(loader: object) -> bool:
+def length_of(value: object) -> int | None:
+    """Return the length of a loader, sampler or dataset; None if it has none."""
     try:
-        len(loader)  # type: ignore[arg-type]
+        return len(value)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
-        return False
-    return True
+        return None
 
 
 def _draw_order_now(iterator: Any) -> None:
@@ -681,14 +666,12 @@ def _listed(numbers: list[int]) -> str:
 
 def _states(loader: Any) -> dict[str, Any]:
     """Return the states of all generators that an order may be drawn from."""
-    states = RngStates.now()._replace(cuda=None)
     own: list[np.ndarray[Any, Any]] = [one.get_state().numpy() for one in _own_generators(loader)]
-    return {"process": states.tree(states.torch.numpy(), None), "own": own}
+    return {"process": RngStates.now(devices=False).plain(), "own": own}
 
 
 def _set_states(loader: Any, states: dict[str, Any]) -> None:
-    process = states["process"]
-    restore_rng({**process, "torch": torch.from_numpy(process["torch"].copy())})
+    restore_rng(states["process"])
     for generator, state in zip(_own_generators(loader), states["own"], strict=False):
         generator.set_state(torch.from_numpy(state.copy()))
 

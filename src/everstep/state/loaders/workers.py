@@ -10,14 +10,12 @@ training process, and no number is drawn.
 from __future__ import annotations
 
 import contextlib
-import random
-from array import array
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
+
+from everstep.state.values.generators import RngStates, restore_rng
 
 __all__ = ["WorkerGenerators"]
 
@@ -59,16 +57,16 @@ class _DatasetState:
     def __init__(self, dataset: Any) -> None:
         self._get = None if dataset is None else dataset.state_dict
         self._set = None if dataset is None else dataset.load_state_dict
-        self._seeded = _generators()
-        self._restored: dict[str, Any] = {}
+        self._seeded = RngStates.now(devices=False)
+        self._restored: dict[str, Any] | None = None
         self._pending: Any = None
 
     def state_dict(self) -> Any:
         # torchdata calls this after it has made the dataset's iterator, which may draw, and before
         # the first batch. Restoring the generators any earlier would be undone by those draws.
-        restored = self._restored
-        self._restored = {}
-        _put_back(restored)
+        if self._restored is not None:
+            restore_rng(self._restored)
+            self._restored = None
         # A dataset may apply a loaded state only at its first item, as those of Hugging Face do.
         # Until then it would return the state of a fresh epoch, and training that is killed before
         # this worker's first batch would continue there.
@@ -76,9 +74,8 @@ class _DatasetState:
         self._pending = None
         if mine is None and self._get is not None:
             mine = self._get()
-        now = _generators()
-        drawn = {name: state for name, state in now.items() if state != self._seeded[name]}
-        return {_GENERATORS: drawn, _DATASET: mine} if drawn else mine
+        now = RngStates.now(devices=False)
+        return mine if now.same(self._seeded) else {_GENERATORS: now.plain(), _DATASET: mine}
 
     def load_state_dict(self, state: Any) -> None:
         if isinstance(state, dict) and _GENERATORS in state:
@@ -87,29 +84,3 @@ class _DatasetState:
         if self._set is not None and state is not None:
             self._set(state)
             self._pending = state
-
-
-def _generators() -> dict[str, Any]:
-    """Return the states of the generators of this process, as plain data that can be compared."""
-    version, words, gauss = random.getstate()
-    numpy = np.random.get_state(legacy=False)
-    found = {
-        "python": [version, array("I", words).tobytes(), gauss],
-        "torch": torch.get_rng_state().numpy().tobytes(),
-    }
-    if isinstance(numpy, dict) and numpy["bit_generator"] == "MT19937":
-        at = numpy["state"]
-        found["numpy"] = [at["key"].tobytes(), at["pos"], numpy["has_gauss"], numpy["gauss"]]
-    return found
-
-
-def _put_back(states: dict[str, Any]) -> None:
-    if "python" in states:
-        version, words, gauss = states["python"]
-        random.setstate((version, tuple(array("I", words)), gauss))
-    if "numpy" in states:
-        key, position, has_gauss, gauss = states["numpy"]
-        words = np.frombuffer(key, np.uint32)
-        np.random.set_state(("MT19937", words, position, has_gauss, gauss))
-    if "torch" in states:
-        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))

@@ -159,11 +159,23 @@ class RngStates(NamedTuple):
     cuda: list[torch.Tensor] | None
 
     @classmethod
-    def now(cls) -> RngStates:
-        """Take the current states."""
-        cuda = list(torch.cuda.get_rng_state_all()) if cuda_in_use() else None
+    def now(cls, *, devices: bool = True) -> RngStates:
+        """Take the current states.
+
+        Args:
+            devices: those of CUDA devices, too.
+        """
+        cuda = list(torch.cuda.get_rng_state_all()) if devices and cuda_in_use() else None
         numpy = np.random.get_state(legacy=False)
         return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
+
+    def put_back(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # type: ignore[arg-type]
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
 
     @property
     def is_usual(self) -> bool:
@@ -197,6 +209,10 @@ class RngStates(NamedTuple):
         python = {"version": version, "words": _as_array(words), "gauss": gauss}
         state: dict[str, Any] = {"python": python, "numpy": self.numpy, "torch": of_torch}
         return state if self.cuda is None else {**state, "cuda": of_cuda}
+
+    def plain(self) -> dict[str, Any]:
+        """Return the states without those of devices, as plain data for :func:`restore_rng`."""
+        return self._replace(cuda=None).tree(self.torch.numpy(), None)
 
 
 def capture_rng() -> dict[str, Any]:
@@ -233,7 +249,10 @@ def restore_rng(state: dict[str, Any]) -> list[str]:
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    of_torch = state["torch"]
+    torch.set_rng_state(
+        torch.from_numpy(of_torch.copy()) if isinstance(of_torch, np.ndarray) else of_torch
+    )
     saved = state.get("cuda", [])
     here = torch.cuda.device_count() if saved and torch.cuda.is_available() else 0
     if here:
@@ -250,8 +269,8 @@ def restore_rng(state: dict[str, Any]) -> list[str]:
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Restore the generators at the end of the block to their states at its beginning."""
-    states = capture_rng()
+    states = RngStates.now()
     try:
         yield
     finally:
-        restore_rng(states)
+        states.put_back()
