@@ -250,8 +250,9 @@ def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
     held = [PeerLog(1, about.encode(), pack_steps(records))]
     fetch = start_module.fetch_from_peers
 
-    def fetched(meeting: Any, *about: Any, **more: Any) -> Any:
-        return fetch(meeting, *about, **{**more, "logs": held if meeting.rank == 0 else ()})
+    def fetched(others: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any) -> Any:
+        more["logs"] = held if offer.rank == 0 else ()
+        return fetch(others, clock, say, offer, *about, **more)
 
     monkeypatch.setattr(start_module, "fetch_from_peers", fetched)
     # All copies are fetched from other ranks, as on disks of their own.

@@ -17,6 +17,7 @@ import everstep
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.names import marker_name, shard_name
+from everstep.restore.fetch import start_channel
 from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record
@@ -170,8 +171,9 @@ def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
 def test_parts_come_in_pieces_and_a_few_steps_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_exchange, "_CHUNK_BYTES", 100)
-    monkeypatch.setattr(log_exchange, "_IN_FLIGHT_MAX", 2)
+    for module in (log_exchange, start_channel):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(start_channel, "_IN_FLIGHT_MAX", 2)
     monkeypatch.setattr(log_exchange, "_CACHE_BYTES", 1)
     monkeypatch.setattr(rank_log, "_FETCH_BYTES_MAX", 1)
     paths = folders(tmp_path, shared=False)

@@ -20,6 +20,7 @@ from everstep.errors import AuditError, EverstepError, FormatError, RecoveryErro
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
+from everstep.restore.fetch import start_channel
 from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.reshard.replay import replay_resharded
@@ -419,8 +420,9 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:
 
 
 def test_parts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_exchange, "_CHUNK_BYTES", 100)
-    monkeypatch.setattr(log_exchange, "_IN_FLIGHT_MAX", 2)
+    for module in (log_exchange, start_channel):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(start_channel, "_IN_FLIGHT_MAX", 2)
     monkeypatch.setattr(log_exchange, "_CACHE_BYTES", 1)
     path = tmp_path / "run"
     until((path, path), 7)

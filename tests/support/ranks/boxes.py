@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
 
 from everstep.commit.job.messages import Message, decode_message
 from everstep.commit.job.offers import BaseOffer, Offer, Piece
@@ -12,6 +14,8 @@ from everstep.commit.lineage import BaseId
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peers import CopyOffer
+from everstep.restore.fetch.start_channel import Meeting, StartChannel
+from everstep.seams import Clock
 from tests.support.ranks.peering import RUN, piece, record_of
 
 
@@ -62,8 +66,7 @@ class Box:
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Meets:
-    session: str
-    rank: int
-    mailbox: Box
+def channel(rank: int, world: int, box: Any, clock: Clock, timeout_s: float = 20.0) -> StartChannel:
+    """Between the ranks of a start, of which each has a disk."""
+    meeting = Meeting("s", rank, tuple(map(str, range(world))), box)
+    return StartChannel(meeting, clock, PurePath("run"), timeout_s=timeout_s)

@@ -14,14 +14,14 @@ from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import run_of
-from everstep.restore.fetch import peers
+from everstep.restore.fetch import peers, start_channel
 from everstep.restore.fetch.peer_copy import PeerCopy
 from everstep.restore.fetch.peer_log import FetchedLog, PeerLog, pack_steps, unpack_steps
 from everstep.restore.fetch.peer_plan import LogOffer
 from everstep.restore.fetch.peers import FetchResult, fetch_from_peers, fetch_plan
 from everstep.run.scan import Inventory
 from everstep.seams import SystemClock
-from tests.support.ranks.boxes import Box, Meets, offer, own, told
+from tests.support.ranks.boxes import Box, channel, offer, own, told
 from tests.support.ranks.peer_logs import heads_of_step, log_of, records_of_steps
 from tests.support.ranks.peering import copy_of, piece, record_of
 from tests.support.ranks.together import on_all
@@ -181,14 +181,13 @@ def brought(
 
     def one(rank: int) -> FetchResult:
         return fetch_from_peers(
-            Meets("s", rank, boxes[rank]),
+            channel(rank, world, boxes[rank], SystemClock()),
             SystemClock(),
             lambda what, mine: say(rank, mine),
             found[rank],
             copies[rank],
             own,
             step=None,
-            timeout_s=20.0,
             logs=logs[rank],
         )
 
@@ -206,7 +205,8 @@ def log_from(first: int, last: int) -> PeerLog:
 
 
 def test_steps_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_CHUNK_BYTES", 700)
+    for module in (peers, start_channel):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 700)
     logs = [log_from(11, 12), log_from(13, 14)]
     first, second = brought(offers(run(11, 14), None), [[], []], [logs, []])
     assert (first.bases, first.logs, second.bases) == ([], [], [])

@@ -23,7 +23,7 @@ from everstep.commit.job.offers import BaseOffer, Needs, Offer, Piece
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, RecoveryError
 from everstep.format.records import Manifest
-from everstep.restore.fetch import peers
+from everstep.restore.fetch import peers, start_channel
 from everstep.restore.fetch.peer_copy import PeerCopy
 from everstep.restore.fetch.peers import (
     CopyOffer,
@@ -34,7 +34,7 @@ from everstep.restore.fetch.peers import (
 )
 from everstep.run.scan import Inventory
 from everstep.seams import ManualClock, SystemClock
-from tests.support.ranks.boxes import Box, Meets, offer, own, told
+from tests.support.ranks.boxes import Box, channel, offer, own, told
 from tests.support.ranks.peering import RUN, bytes_of, copy_of, piece, record_of
 from tests.support.ranks.together import on_all
 
@@ -132,22 +132,26 @@ def fetched(
 
     def one(rank: int) -> list[FetchedBase]:
         brought = fetch_from_peers(
-            Meets("s", rank, boxes[rank]),
+            channel(rank, world, boxes[rank], SystemClock(), timeout_s),
             SystemClock(),
             lambda what, mine: say(rank, mine),
             offers[rank],
             copies[rank],
             needs,
             step=None,
-            timeout_s=timeout_s,
         )
         return brought.bases
 
     return on_all(*(lambda rank=rank: one(rank) for rank in range(world)))  # type: ignore[misc]
 
 
+def chunks_of(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
+    for module in (peers, start_channel):
+        monkeypatch.setattr(module, "CHUNK_BYTES", size_bytes)
+
+
 def test_bytes_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_CHUNK_BYTES", 700)
+    chunks_of(monkeypatch, 700)
     lost = piece(2, B, size_bytes=30_000, world=3)
     offers = [with_world(offer(0, B)), with_world(offer(1, B)), offer(2)]
     found = fetched(offers, [[copy_of(lost)], [], []])
@@ -180,8 +184,8 @@ def with_world(one: Offer) -> Offer:
 
 
 def test_parts_that_are_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_CHUNK_BYTES", 700)
-    monkeypatch.setattr(peers, "_AGAIN_S", 0.02)
+    chunks_of(monkeypatch, 700)
+    monkeypatch.setattr(start_channel, "_RETRY_S", 0.02)
     seen: list[Message] = []
 
     def lost(message: Message) -> bool:
@@ -216,18 +220,21 @@ class SlowHolder:
             return self._link.pop(0)[1]
         return None
 
+    def is_disconnected(self, rank: int) -> bool:
+        return False
+
 
 @pytest.mark.parametrize("part_s", [0.5, 3.0, 11.0], ids=str)
 def test_a_slow_rank_is_not_asked_for_the_same_again_and_again(
     part_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each question brings an answer, and those take the time of all that are behind them."""
-    monkeypatch.setattr(peers, "_CHUNK_BYTES", 1000)
+    chunks_of(monkeypatch, 1000)
     copy, clock = copy_of(piece(1, A, size_bytes=40_000)), ManualClock()
     link: Any = SlowHolder(clock, bytes(copy.memory), part_s)
     begun_s = clock.monotonic_s()
     wanted: Any = {1: [CopyOffer(0, copy.marker, copy.record)]}
-    exchange = _Exchange(Meets("s", 1, link), clock, 1, wanted, {}, 2, 120.0)
+    exchange = _Exchange(channel(1, 2, link, clock, 120.0), clock, 1, 1, wanted, {}, 2)
     brought, damaged = exchange.run()
     assert [bytes_of(one.held) for one in brought.bases] == [bytes(copy.memory)]
     assert not damaged
@@ -250,10 +257,10 @@ def test_a_rank_that_fails_is_not_waited_for() -> None:
     boxes += [Box(rank, boxes, lambda message: False) for rank in range(2)]
     failed = StartFailed(0, "no space is left")
     boxes[0].send(1, encode_message(Envelope("s", 0, failed)))
-    copy, meets = copy_of(piece(1, B)), Meets("s", 1, boxes[1])
+    copy, clock = copy_of(piece(1, B)), SystemClock()
     plan: Any = {1: [CopyOffer(0, copy.marker, copy.record)]}
     with pytest.raises(RecoveryError, match="rank 0 could not resume: no space is left"):
-        _Exchange(meets, SystemClock(), 1, plan, {}, 2, 20.0).run()
+        _Exchange(channel(1, 2, boxes[1], clock), clock, 1, 1, plan, {}, 2).run()
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:

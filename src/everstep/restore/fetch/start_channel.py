@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -20,6 +20,7 @@ from everstep.commit.job.messages import (
     ChunkRequest,
     Command,
     Envelope,
+    FetchProgress,
     Message,
     StartFailed,
     accept,
@@ -29,7 +30,14 @@ from everstep.errors import DeadlineError, EverstepError, FormatError, RecoveryE
 from everstep.seams import Clock
 from everstep.seams.network.mailbox import Mailbox
 
-__all__ = ["Meeting", "StartChannel", "failure_reason", "remote_failure"]
+__all__ = [
+    "CHUNK_BYTES",
+    "IncomingBytes",
+    "Meeting",
+    "StartChannel",
+    "failure_reason",
+    "remote_failure",
+]
 
 _log = logging.getLogger("everstep")
 _TICK_S = 0.1
@@ -37,6 +45,11 @@ _LISTENED_S_MAX = 1.0  # per look; in longer intervals this rank was busy or sto
 _ALIVE_EVERY_S = 1.0
 _GONE_S = 30.0  # a connection may break, and a busy rank reconnects late
 _REASON_CHARACTERS_MAX = 2000
+
+CHUNK_BYTES = 1 << 20
+_IN_FLIGHT_MAX = 8  # chunks requested ahead
+_RETRY_S = 2.0  # at least
+_RETRY_MAX_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +88,9 @@ class StartChannel:
 
     Attributes:
         doing: this rank's activity, sent every second to ranks that wait for it.
-        chunks: requested and received log records, by sender, which are no part of the agreement;
-            :class:`.log_exchange.LogExchange` takes them.
+        chunks: requested and received parts of copies and logs, by sender, which are no part of the
+            agreement; :func:`.peers.fetch_from_peers` and :class:`.log_exchange.LogExchange` take
+            them.
     """
 
     def __init__(self, meeting: Meeting, clock: Clock, run: PurePath, *, timeout_s: float) -> None:
@@ -91,7 +105,7 @@ class StartChannel:
         self._failed: StartFailed | None = None
         self._said_s = clock.monotonic_s()
         self.doing = "begins"
-        self.chunks: deque[tuple[int, ChunkRequest | ChunkReply]] = deque()
+        self.chunks: deque[tuple[int, ChunkRequest | ChunkReply | FetchProgress]] = deque()
         self._later: deque[tuple[int, Message]] = deque()
 
     def listen(self) -> tuple[int, Message] | None:
@@ -127,7 +141,7 @@ class StartChannel:
         self._heard_s[sender] = self._listened_s
         if isinstance(message, StartFailed):
             self._failed = message
-        elif isinstance(message, ChunkRequest | ChunkReply):
+        elif isinstance(message, ChunkRequest | ChunkReply | FetchProgress):
             self.chunks.append((sender, message))
         else:
             self._later.append((sender, message))
@@ -221,6 +235,59 @@ class StartChannel:
         if rank not in self._does:
             return f"nothing was received from rank {rank}"
         return f"last activity of rank {rank}: {self._does[rank]}"
+
+
+class IncomingBytes:
+    """Bytes that arrive in chunks, in order, from one rank.
+
+    Requests are repeated if nothing arrived for longer than the last two chunks took. Chunks may be
+    in flight on a slow link, and each repeated request sends them again.
+
+    Args:
+        size_bytes: total size; None: known after the first chunk.
+
+    Attributes:
+        data: bytes that have arrived.
+        size_bytes: see above; set by the owner.
+    """
+
+    def __init__(self, now_s: float, size_bytes: int | None = None) -> None:
+        self.data = bytearray()
+        self.size_bytes = size_bytes
+        self._requested = 0
+        self._requested_s = now_s
+        self._arrived_s = now_s
+        self._retry_after_s = _RETRY_S
+
+    @property
+    def is_complete(self) -> bool:
+        return self.size_bytes is not None and len(self.data) >= self.size_bytes
+
+    def next_requests(self, now_s: float) -> Iterator[tuple[int, int]]:
+        """Yield offset and size of the chunks to request now."""
+        arrived = len(self.data)
+        if self._requested > arrived and now_s - self._requested_s > self._retry_after_s:
+            # A message may have been lost: request again from the last byte that arrived.
+            self._requested = arrived
+            self._retry_after_s = min(2 * self._retry_after_s, _RETRY_MAX_S)
+        end = CHUNK_BYTES if self.size_bytes is None else self.size_bytes
+        end = min(end, arrived + _IN_FLIGHT_MAX * CHUNK_BYTES)
+        while self._requested < end:
+            size = min(end - self._requested, CHUNK_BYTES)
+            yield self._requested, size
+            self._requested += size
+            self._requested_s = now_s
+
+    def add(self, offset: int, data: bytes, now_s: float) -> bool:
+        """Add a chunk that arrived; return False if it is not the next one."""
+        # Earlier chunks, requested twice, count as signs of life as well: others follow them.
+        self._retry_after_s = max(_RETRY_S, 2 * (now_s - self._arrived_s))
+        self._requested_s = now_s
+        self._arrived_s = now_s
+        if offset != len(self.data):
+            return False
+        self.data += data
+        return True
 
 
 def remote_failure(failed: StartFailed, rank: int, run: PurePath | None = None) -> RecoveryError:

@@ -4,12 +4,11 @@ copies."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain as chained
-from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import needed_by
@@ -94,7 +93,6 @@ class LogFound:
         bases: Collection[BaseId] = (),
         lossy_copies: bool = True,
         threads: int = 1,
-        read_from: Callable[[FileSystem], FileSystem] = lambda files: files,
     ) -> LogFound:
         """Find all records of one rank.
 
@@ -106,8 +104,6 @@ class LogFound:
             bases: consider in copies only records that lead on from one of these bases.
             lossy_copies: consider lossy segments in copies, too.
             threads: number of segments of ``filesystem`` to read at a time.
-            read_from: returns the file system to read segments of a copy from. Damaged ones are
-                read in the copy itself.
             world: ignore logs of another number of ranks; None: the caller checks that.
 
         Raises:
@@ -125,7 +121,7 @@ class LogFound:
         in_copies = _LogCopies(copies, inventory, rank)
         if copies:
             nearer = _steps_of(mine, exact_lent, lossy_lent, found)
-            more = in_copies.beyond(nearer, bases, lossy=lossy_copies, read_from=read_from)
+            more = in_copies.beyond(nearer, bases, lossy=lossy_copies)
             found = [*more, *found]
         log = cls([*exact_lent, *mine], found, lossy_lent, in_copies)
         log.skipped += others.values()
@@ -213,21 +209,6 @@ class LogFound:
                 record.head, record.digest, error, filesystem, ring, timeout_s
             )
             return replace(found, parts=record.parts)
-
-    def in_copies(self, steps: Iterable[tuple[int, int]]) -> Iterator[SegmentFound]:
-        """Yield segments of copies with records of these steps that exist nowhere nearer, each
-        once, in order."""
-        seen: set[PurePath] = set()
-        for timeline, step in steps:
-            updates = self.index.of_step.get((timeline, step), ())
-            keys: list[Key] = [("update", timeline, number) for number in updates]
-            for key in (*keys, ("mark", timeline, step)):
-                if key in self._memory or key in self._lossy or key not in self._segments:
-                    continue
-                segment, _ = self._segments[key]
-                if segment.files is not None and segment.path not in seen:
-                    seen.add(segment.path)
-                    yield segment
 
     def take_repaired(self) -> list[Skipped]:
         """Return the damaged records that were read from another place since the last call."""
@@ -377,7 +358,6 @@ class _LogCopies:
         bases: Collection[BaseId],
         *,
         lossy: bool,
-        read_from: Callable[[FileSystem], FileSystem],
     ) -> list[SegmentFound]:
         """Return the segments with steps that exist nowhere nearer, the farthest place first.
 
@@ -404,9 +384,8 @@ class _LogCopies:
                     threads=_THREADS,
                     there=there.may_hold,
                 )
-            # Damaged segments are read again in the copy itself, not through ``read_from``.
-            here = [replace(segment, files=read_from(files)) for segment in here]
-            found = [*(validated(segment, self._run) for segment in here), *found]
+            here = [validated(replace(segment, files=files), self._run) for segment in here]
+            found = [*here, *found]
         return found
 
     def with_step(self, timeline: int, step: int) -> Iterator[SegmentFound]:

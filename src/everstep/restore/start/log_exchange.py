@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from everstep.commit.job.messages import ChunkReply, ChunkRequest
@@ -21,16 +22,12 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord
 from everstep.restore.fetch.peer_log import lay_out_records, records_from_pack
-from everstep.restore.fetch.start_channel import StartChannel
+from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes, StartChannel
 from everstep.seams.clock import Clock
 
 __all__ = ["EncodedLog", "LogExchange", "decode_records", "encode_records"]
 
-_CHUNK_BYTES = 1 << 20
-_IN_FLIGHT_MAX = 8  # chunks requested ahead
 _TICK_S = 0.05
-_RETRY_S = 2.0  # initial; doubled with each retry
-_RETRY_MAX_S = 30.0
 _CACHE_BYTES = 64 << 20
 _NUMBER_BYTES = 8
 _DIGEST_BYTES = len(digest(b""))
@@ -70,29 +67,23 @@ def decode_records(data: bytearray, timeline: int) -> list[LogRecord]:
     return records_from_pack(timeline, memoryview(data)[begin:end], index_bytes, index_digest)
 
 
+@dataclass(slots=True)
 class _PendingStep:
     """One rank's records of a step while they arrive.
 
     Attributes:
         reader: rank that sends them.
-        data: bytes received, in order; None: that rank cannot read them.
-        total_bytes: total size, known from the first bytes.
-        requested_bytes: number of bytes requested.
-        requested_s: time of the last request or reply.
-        retry_after_s: seconds without a reply before the request is repeated.
+        incoming: their bytes, which begin with the total size.
+        unreadable: that rank cannot read them.
     """
 
-    def __init__(self, reader: int, now_s: float) -> None:
-        self.reader = reader
-        self.data: bytearray | None = bytearray()
-        self.total_bytes: int | None = None
-        self.requested_bytes = 0
-        self.requested_s = now_s
-        self.retry_after_s = _RETRY_S
+    reader: int
+    incoming: IncomingBytes
+    unreadable: bool = False
 
     @property
     def is_complete(self) -> bool:
-        return self.data is None or len(self.data) == self.total_bytes
+        return self.unreadable or self.incoming.is_complete
 
 
 class EncodedLog(Protocol):
@@ -134,7 +125,7 @@ class LogExchange:
             sender, message = self._others.chunks.popleft()
             if isinstance(message, ChunkRequest):
                 self._reply(sender, message)
-            else:
+            elif isinstance(message, ChunkReply):
                 self._take(sender, message)
 
     def fetch(
@@ -152,7 +143,9 @@ class LogExchange:
         """
         self._wanted = BaseId(timeline, step)
         now_s = self._clock.monotonic_s()
-        self._pending = {rank: _PendingStep(reader, now_s) for rank, reader in readers.items()}
+        self._pending = {
+            rank: _PendingStep(reader, IncomingBytes(now_s)) for rank, reader in readers.items()
+        }
         self._others.expect(readers.values())
         while missing := [rank for rank, one in self._pending.items() if not one.is_complete]:
             for rank in missing:
@@ -168,12 +161,12 @@ class LogExchange:
         self._pending = {}
         found = {}
         for rank, one in received.items():
-            if one.data is None:
+            if one.unreadable:
                 whose = "its own log" if one.reader == rank else f"the log of rank {rank}"
                 why = f"rank {one.reader} cannot read {whose} for step {step}"
                 raise DamageError(why, rank=one.reader)
             try:
-                found[rank] = decode_records(one.data, timeline)
+                found[rank] = decode_records(one.incoming.data, timeline)
             except (DamageError, FormatError) as error:
                 why = f"the log of rank {rank}, step {step}: {error.message}"
                 raise DamageError(why, rank=one.reader) from error
@@ -181,28 +174,13 @@ class LogExchange:
 
     def _request(self, rank: int, one: _PendingStep) -> None:
         """Request the next bytes; repeat the request if nothing has arrived for long."""
-        assert one.data is not None
-        now_s = self._clock.monotonic_s()
-        received_bytes = len(one.data)
-        if one.requested_bytes > received_bytes and now_s - one.requested_s > one.retry_after_s:
-            # A message may have been lost: request again from the last byte received.
-            one.requested_bytes = received_bytes
-            one.retry_after_s = min(2 * one.retry_after_s, _RETRY_MAX_S)
-        end = _CHUNK_BYTES if one.total_bytes is None else one.total_bytes
-        while (
-            one.requested_bytes < end
-            and one.requested_bytes - received_bytes < _IN_FLIGHT_MAX * _CHUNK_BYTES
-        ):
-            size = min(end - one.requested_bytes, _CHUNK_BYTES)
-            wanted = ChunkRequest(self._wanted, rank, one.requested_bytes, size, log=True)
-            self._others.tell(one.reader, wanted)
-            one.requested_bytes += size
-            one.requested_s = now_s
+        for offset, size in one.incoming.next_requests(self._clock.monotonic_s()):
+            self._others.tell(one.reader, ChunkRequest(self._wanted, rank, offset, size, log=True))
 
     def _reply(self, sender: int, wanted: ChunkRequest) -> None:
         if not wanted.log:
             return
-        if wanted.offset < 0 or not 0 < wanted.size_bytes <= _CHUNK_BYTES:
+        if wanted.offset < 0 or not 0 < wanted.size_bytes <= CHUNK_BYTES:
             return
         data = self._encoded(wanted.rank, wanted.base.timeline, wanted.base.step)
         piece = data[wanted.offset : wanted.offset + wanted.size_bytes]
@@ -229,17 +207,9 @@ class LogExchange:
         one = self._pending.get(reply.rank)
         if one is None or not reply.log or one.reader != sender or reply.base != self._wanted:
             return
-        # A chunk that was requested twice arrives twice, and one may overtake another.
-        if one.data is None or reply.offset != len(one.data):
+        incoming = one.incoming
+        if not incoming.add(reply.offset, reply.data, self._clock.monotonic_s()):
             return
-        if not reply.data:
-            one.data = None
-            return
-        one.data += reply.data
-        if one.total_bytes is None:
-            one.total_bytes = int.from_bytes(one.data[:_NUMBER_BYTES], "little")
-            one.requested_bytes = len(one.data)
-        if len(one.data) > one.total_bytes:
-            one.data = None
-            return
-        one.requested_s = self._clock.monotonic_s()
+        one.unreadable = not reply.data
+        if incoming.size_bytes is None and not one.unreadable:
+            incoming.size_bytes = int.from_bytes(incoming.data[:_NUMBER_BYTES], "little")

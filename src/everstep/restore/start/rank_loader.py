@@ -12,10 +12,9 @@ from everstep.commit.job.offers import Needs
 from everstep.errors import DamageError, FormatError
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import CompleteRank, LoadedBase, compare_ranks, load_ranks
-from everstep.restore.load.saved_ranks import HoleError, SavedLayout, SavedRanks, needs_of
+from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks, needs_of
 from everstep.restore.offline.rank_files import complete_rank_files
 from everstep.restore.start.request import ResumeRequest
 from everstep.run.open_base import OpenBase
@@ -95,16 +94,10 @@ class RankLoader:
 
     Args:
         request: live state, and what is accepted.
-        node: reads shared with the other ranks of this node; None: this rank reads by itself.
     """
 
-    def __init__(self, request: ResumeRequest, node: NodeReads | None = None) -> None:
+    def __init__(self, request: ResumeRequest) -> None:
         self._request = request
-        self._node = node
-
-    def reads_alone(self, number: int, manifest: Manifest) -> bool:
-        """Return True if no other rank of this node reads the files of rank ``number``."""
-        return self._node is None or self._node.wants(number, manifest) < 2
 
     def load(
         self,
@@ -123,24 +116,27 @@ class RankLoader:
             partly: the files of the other ranks are missing.
             timelines: timeline records of the history.
         """
-        trained = _trained(base, timelines)
-        node = self._node
-        if partly or node is None or not node.begin(base, places):
-            return self._load(base, places, alive, trained, None, partly=partly)
-        try:
-            return self._load(base, places, alive, trained, node)
-        except DamageError as error:
-            if isinstance(error, HoleError):
-                raise
-            # The bytes came through another rank: read them directly before calling them damaged.
-            _log.warning(
-                "%s: this rank reads it without the other ranks of its node: %s", base.id, error
+        request = self._request
+        with contextlib.ExitStack() as stack:
+            opened: list[OpenBase] = []
+            for number, place in places.items():
+                opened.append(_open(base, number, place))
+                stack.callback(opened[-1].close)
+                alive()
+            tiers = ", ".join(sorted({place.source.tier for place in places.values()}))
+            label = f"resume from step {base.id.step} ({tiers})"
+            bar = stack.enter_context(progress(label, sum(one.size_bytes for one in opened)))
+            return load_ranks(
+                opened,
+                request.state,
+                request.ring,
+                strict=request.strict,
+                timeout_s=request.timeout_s,
+                progress=_ReportedProgress(bar, alive),
+                on_touch=request.on_touch,
+                partly=partly,
+                complete=self._complete(_trained(base, timelines), bar, alive),
             )
-        finally:
-            # Other ranks of the node wait for cells that this one claimed: end before reading
-            # again.
-            node.end()
-        return self._load(base, places, alive, trained, None)
 
     def compare(
         self,
@@ -168,40 +164,6 @@ class RankLoader:
                 strict=self._request.strict,
                 partly=partly,
                 complete=self._complete(_trained(base, timelines), silent, alive),
-            )
-
-    def _load(
-        self,
-        base: BaseFound,
-        places: Mapping[int, Place],
-        alive: Callable[[], None],
-        trained: TimelineRecord | None,
-        node: NodeReads | None,
-        *,
-        partly: bool = False,
-    ) -> LoadedBase:
-        request = self._request
-        with contextlib.ExitStack() as stack:
-            opened: list[OpenBase] = []
-            for number, place in places.items():
-                opened.append(_open(base, number, place))
-                stack.callback(opened[-1].close)
-                if node is not None and not isinstance(place.files, HeldBase):
-                    node.share(opened[-1], place)
-                alive()
-            tiers = ", ".join(sorted({place.source.tier for place in places.values()}))
-            label = f"resume from step {base.id.step} ({tiers})"
-            bar = stack.enter_context(progress(label, sum(one.size_bytes for one in opened)))
-            return load_ranks(
-                opened,
-                request.state,
-                request.ring,
-                strict=request.strict,
-                timeout_s=request.timeout_s,
-                progress=_ReportedProgress(bar, alive),
-                on_touch=request.on_touch,
-                partly=partly,
-                complete=self._complete(trained, bar, alive),
             )
 
     def _complete(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -40,7 +40,6 @@ from everstep.restore.start.roll_forward import replayable
 from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain, path_of
 from everstep.run.scan import BaseFound, Inventory
-from everstep.run.segments import SegmentFound
 from everstep.seams import FileSystem
 from everstep.state.layout.entries import shape_digest
 from everstep.state.providers.optimizers import OptimizerProvider
@@ -171,7 +170,6 @@ class RankLog:
         bases: Collection[BaseId] = (),
         *,
         lossy: bool = True,
-        read_from: Callable[[FileSystem], FileSystem] = lambda files: files,
     ) -> tuple[LogRun, ...]:
         """Scan the log; return the runs of steps that it has.
 
@@ -180,7 +178,6 @@ class RankLog:
             bases: bases that this rank could start from; of copies only records that lead on from
                 these count.
             lossy: include lossy records in copies.
-            read_from: returns the file system to read segments of a copy from.
 
         Raises:
             OSError: a directory cannot be read.
@@ -195,7 +192,6 @@ class RankLog:
             copies=copies,
             bases=bases,
             lossy_copies=lossy,
-            read_from=read_from,
         )
         self._served.close()
         self._served = self._log.clone()
@@ -213,12 +209,6 @@ class RankLog:
         """Return the runs of steps that this rank reads of logs of another layout
         (:meth:`.ReshardedLogs.look`)."""
         return self._resharded.look(inventory, copies, bases, near=near, relaid=relaid)
-
-    def in_copies(self, choice: Choice) -> Iterator[SegmentFound]:
-        """Return the segments of copies that a choice needs, as of the last scan."""
-        if choice.reach is None or choice.readers:
-            return iter(())
-        return self._log.in_copies(_steps_of(choice.reach, choice.timelines))
 
     def first_of(self, choice: Choice) -> tuple[int, int]:
         """Return timeline and step of the first step to replay."""

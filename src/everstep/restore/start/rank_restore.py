@@ -145,7 +145,6 @@ class RankRestore:
         loaded_base = self._loaded_base
         self._loaded_base = None
         self.outcome = Outcome()
-        self._sources.stop_reading_ahead(but=choice.base)
         if choice.base is None or choice.manifest is None:
             return ()
         if not self._request.restores:

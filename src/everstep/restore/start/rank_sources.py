@@ -7,23 +7,19 @@ cheapest place.
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from everstep.commit.job.agreement import OpenTimeline, TakeInventory
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.offers import Choice, Needs, Offer, Source
-from everstep.commit.lineage import BaseId
-from everstep.commit.log_reach import LogRun
 from everstep.commit.retention import VOLATILE_TIERS
 from everstep.format.records import Manifest, Marker
-from everstep.restore.fetch.files_ahead import CopiesAhead, SoleReader
-from everstep.restore.fetch.peers import FetchCopies, FetchedBase, OfferExtras
+from everstep.restore.fetch.peers import FetchCopies, FetchedBase
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
 from everstep.restore.fetch.served_files import Coverage, coverage_on_disk
 from everstep.restore.fetch.sources import Place, Places
-from everstep.restore.fetch.start_channel import Meeting
+from everstep.restore.fetch.start_channel import Meeting, StartChannel
 from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.request import ResumeRequest
 from everstep.run.scan import Inventory, TimelineCache, scan_run
@@ -39,7 +35,6 @@ class RankSources:
     Args:
         copies: copies in tiers, readable by every rank.
         log: log of this rank; None: there is none.
-        is_sole_reader: files that several ranks of a node read together are not read ahead.
 
     Attributes:
         inventory: last scan of the run folder.
@@ -53,7 +48,6 @@ class RankSources:
         copies: Copies,
         log: RankLog | None,
         needs: Needs,
-        is_sole_reader: SoleReader,
     ) -> None:
         self.inventory = Inventory(request.run)
         self.needs = needs
@@ -68,14 +62,9 @@ class RankSources:
             for copy in request.recalled.copies
             if meeting.world == 1 or copy.marker.rank == meeting.rank
         ]
-        self._ahead = CopiesAhead(request.run, meeting.rank, needs, is_sole_reader)
         self._timelines = TimelineCache()
         self._asked = TakeInventory()
         self._early_offer: Offer | None = None
-        # The base that all ranks will choose, unless something is damaged: only the log after it is
-        # looked up in copies.
-        self._expected: BaseId | None = None
-        self._is_sound = True  # nothing was damaged so far
 
     @property
     def rank(self) -> int:
@@ -85,10 +74,6 @@ class RankSources:
     def offer(self, asked: TakeInventory) -> Offer:
         """Return what this rank can read."""
         self._asked = asked
-        # Asked again, the ranks could not use their choice: the log after another base counts, too.
-        if not self._is_sound:
-            self._expected = None
-        self._is_sound = False
         early = self._early_offer
         self._early_offer = None
         return early or self._offer()
@@ -127,60 +112,20 @@ class RankSources:
         others = self._log.others(
             inventory, self._copies.logs, offer.bases, near=near, relaid=self._asked.relaid
         )
-        return replace(offer, log=self._log_runs(offer, self._expected, lossy), others=others)
+        runs = self._log.runs(inventory, self._copies.logs, offer.bases, lossy=lossy)
+        return replace(offer, log=runs, others=others)
 
-    def _log_runs(
-        self, offer: Offer, only: BaseId | None, lossy: bool = True
-    ) -> tuple[LogRun, ...]:
-        """Return the runs of steps of this rank's log; of copies, only those after ``only`` if it
-        is given."""
-        assert self._log is not None
-        bases = offer.bases if only is None else (only,)
-        return self._log.runs(
-            self.inventory,
-            self._copies.logs,
-            bases,
-            lossy=lossy,
-            read_from=self._ahead.log_files,
-        )
-
-    def fetch(self, fetch: FetchCopies) -> None:
+    def fetch(self, fetch: FetchCopies, others: StartChannel) -> None:
         """Fetch bases and log records that this rank needs from other nodes.
 
         Records of which copies have only lossy versions are fetched as well, since a peer may have
-        the exact ones. Meanwhile the log in copies is scanned after the base that will be chosen:
-        all ranks read the same copies, so other steps matter only if that base is damaged. If
-        nothing was fetched, the agreement uses this scan.
+        the exact ones.
         """
         offer = self._offer(lossy=False)
-        scans: list[Future[tuple[LogRun, ...]]] = []
-
-        # One thread: each scan replaces the log that was found before, and the last one counts.
-        with ThreadPoolExecutor(1, "everstep-look") as thread:
-
-            def meanwhile(choice: Choice) -> None:
-                self._expected = choice.base
-                if self._request.restores:
-                    self._ahead.begin(choice, self._copies.places)
-                if self._log is not None:
-                    self._ahead.begin_log(self._log.in_copies(choice))
-                    scans.append(thread.submit(self._log_runs, offer, self._expected))
-
-            held = self._held
-            unproven = None
-            if held is not None and held.id.timeline not in self.inventory.timelines:
-                unproven = held.marker
-            brought = fetch(offer, meanwhile, OfferExtras(unproven, self._remains))
-        # This disk lacks the timeline of the base in its keeper's memory, but the manifest on
-        # another disk lists exactly these files (I7).
-        if brought.proven is not None and self._held is not None:
-            brought.bases.append(FetchedBase(self._held, brought.proven, "memory"))
-            self._held = None
-        if not brought.bases and not brought.logs and self._log is None:
+        brought = fetch(others, offer, self._remains)
+        nothing_new = not brought.bases and not brought.logs
+        if nothing_new and (self._log is None or not self._copies.places):
             self._early_offer = offer
-        elif not brought.bases and not brought.logs and scans:
-            with contextlib.suppress(FileNotFoundError):  # a file disappeared: scan again later
-                self._early_offer = replace(offer, log=scans[-1].result())
         self._fetched += brought.bases
         if self._log is not None:
             self._log.lent = brought.logs
@@ -211,13 +156,9 @@ class RankSources:
             held += [self._held] if self._held and source.tier == "memory" else []
             return [Place(source, one) for one in held if one.marker == marker]
         if source.tier == "disk":
-            return [Place(source, self._request.seams.filesystem, self._meeting.disks[source.rank])]
+            return [Place(source, self._request.seams.filesystem)]
         copies = [copy for copy in self._copies.places if copy.kind == source.tier]
-        return [Place(source, self._ahead.files(copy), copy.tier.url) for copy in copies]
-
-    def stop_reading_ahead(self, but: BaseId | None) -> None:
-        """Release what was read ahead of another base than this one."""
-        self._ahead.only(but)
+        return [Place(source, copy.files) for copy in copies]
 
     def log_may_be_elsewhere(self, choice: Choice) -> bool:
         """Return True if this rank's log may be on the disk of another rank, as its files were."""
@@ -240,9 +181,4 @@ class RankSources:
         # Only after the fence: an older process could delete the base again.
         if ours and leads and out.choice.base is not None:
             self._copies.take_back(out.choice.base)
-        self._is_sound = True
         return ours
-
-    def close(self) -> None:
-        """Stop reading ahead. Idempotent."""
-        self._ahead.close()

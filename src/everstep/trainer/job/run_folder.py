@@ -18,11 +18,10 @@ from everstep.commit.job.cluster import COORDINATOR
 from everstep.errors import EverstepError, OptionError
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import RunRecord
-from everstep.restore.fetch.node_reads import shared_memory_name
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
-from everstep.seams.machine import is_local_device
+from everstep.seams.machine import launcher, machine_name, namespaces
 from everstep.tiers.durable_files import (
     create_exclusive,
     ensure_dirs,
@@ -80,12 +79,6 @@ class SharedRun:
         """Return the ranks that share memory with ``rank``."""
         return [r for r, memory in enumerate(self.memories) if memory == self.memories[rank]]
 
-    def is_local(self, run: PurePath, rank: int) -> bool:
-        """Return True if the folder is on a disk of this node, and not on a network's."""
-        pairs = zip(self.memories, self.disks, strict=True)
-        seen_from = {memory for memory, disk in pairs if disk == self.disks[rank]}
-        return seen_from == {self.memories[rank]} and is_local_device(run)
-
 
 def open_shared_run(
     exchange: Exchange,
@@ -120,7 +113,7 @@ def open_shared_run(
         "node": node_name(peers),
         "options": dict(options or {}),
     }
-    mine["memory"] = shared_memory_name(mine["node"])
+    mine["memory"] = _memory_name(mine["node"])
     failed: EverstepError | None = None
     copies = None
     try:
@@ -156,6 +149,16 @@ def open_shared_run(
         copies=copies,
         fetches=any(message["node"] for message in found),
     )
+
+
+def _memory_name(node: str) -> str:
+    """Return a name that is equal on two ranks if each can reach the other's keeper. Two launchers
+    on one machine (torchrun's ``GROUP_RANK``) are two nodes.
+
+    Args:
+        node: name of the node, possibly an emulated one.
+    """
+    return f"{machine_name()} {namespaces()} {launcher()} {node}"
 
 
 def _open_copies(

@@ -8,7 +8,6 @@ that belong to this start only. Finally every rank reports the data it has read.
 from __future__ import annotations
 
 import contextlib
-import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,16 +19,14 @@ from everstep.commit.job.messages import StartFailed
 from everstep.commit.job.offers import Choice, Needs, Offer
 from everstep.errors import DeadlineError
 from everstep.link.job_session import mailbox_error
-from everstep.restore.fetch.node_reads import NodeStart
-from everstep.restore.fetch.peers import (
-    FetchCopies,
-    FetchResult,
-    OfferExtras,
-    OnPlanned,
-    fetch_from_peers,
-)
+from everstep.restore.fetch.peers import FetchCopies, FetchResult, Remains, fetch_from_peers
 from everstep.restore.fetch.served_files import run_file_opener
-from everstep.restore.fetch.start_channel import Meeting, failure_reason, remote_failure
+from everstep.restore.fetch.start_channel import (
+    Meeting,
+    StartChannel,
+    failure_reason,
+    remote_failure,
+)
 from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
 from everstep.restore.start.rank_loader import needs_on_disk
 from everstep.restore.start.rank_log import RankLog
@@ -122,9 +119,7 @@ class JobStart:
             with reporting_failure(self._exchange):
                 mailbox = self._open_mailbox()
                 opened.callback(mailbox.close)
-                node = self._node_start(request)
-                opened.callback(node.close)
-                mine = self._message(request, keeper, purpose, mailbox, node)
+                mine = self._message(request, keeper, purpose, mailbox)
             found = self._exchange(purpose, mine)
             self._refuse_failed(found, request.run)
             refuse_other_calls(found, self._info.rank)
@@ -149,8 +144,7 @@ class JobStart:
                 needs=needs,
                 copies=self._shared.copies,
                 log=log,
-                node=node.join(found, needs) if request.restores else None,
-                fetch=self._fetch(request, meeting, needs),
+                fetch=self._fetch(request, needs),
                 ready=keeper.ready,
             )
             # After this exchange every rank knows the result. Until then the mailbox stays open,
@@ -161,28 +155,11 @@ class JobStart:
         keepers = tuple(_address(message["keeper"]) for message in found)
         return StartResult(resumed, choice, session, keepers, reports)
 
-    def _node_start(self, request: ResumeRequest) -> NodeStart:
-        return NodeStart(
-            self._info.rank,
-            self._shared.memories,
-            request.seams.clock,
-            local=self._shared.is_local(request.run, self._info.rank),
-            timeout_s=self._timeout_s,
-        )
-
     def _message(
-        self,
-        request: ResumeRequest,
-        keeper: KeeperOfRank,
-        purpose: str,
-        mailbox: TcpMailbox,
-        node: NodeStart,
+        self, request: ResumeRequest, keeper: KeeperOfRank, purpose: str, mailbox: TcpMailbox
     ) -> dict[str, Any]:
-        name = uuid.uuid4().hex
         return {
-            "name": name,
-            "window": node.offer(name) if request.restores else None,
-            "pid": os.getpid(),
+            "name": uuid.uuid4().hex,
             "what": purpose,
             "trainer": mailbox.address,
             "keeper": keeper.listen(self._host),
@@ -192,25 +169,23 @@ class JobStart:
             "error": None,
         }
 
-    def _fetch(self, request: ResumeRequest, meeting: Meeting, needs: Needs) -> FetchCopies | None:
+    def _fetch(self, request: ResumeRequest, needs: Needs) -> FetchCopies | None:
         """Return the function that fetches copies from other nodes; None if no rank has any."""
         if not (self._shared.fetches or self._shared.has_several_disks):
             return None
 
-        def fetch(offer: Offer, meanwhile: OnPlanned, lent: OfferExtras) -> FetchResult:
+        def fetch(others: StartChannel, offer: Offer, remains: Remains) -> FetchResult:
             options: dict[str, Any] = {
                 "step": request.step,
-                "timeout_s": self._timeout_s,
                 "logs": request.recalled.logs if request.restores else (),
-                "meanwhile": meanwhile,
             }
             if self._shared.has_several_disks:
                 options["opens"] = run_file_opener(request.seams.filesystem, request.run)
-                options["lent"] = lent
+                options["remains"] = remains
                 # All ranks of this node may fetch at once, into half of what is available.
                 options["room_bytes"] = memory_available_bytes() // (2 * self._info.here)
             return fetch_from_peers(
-                meeting,
+                others,
                 request.seams.clock,
                 self._exchange,
                 offer,
