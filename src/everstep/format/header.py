@@ -13,10 +13,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from everstep.errors import FormatError, NewerFormatError
 from everstep.format.digests import DIGEST_CHARS
+from everstep.format.message_codec import Count
 from everstep.format.names import FORMAT_VERSION
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.state.layout.entries import DTYPE_BYTES, Entry
@@ -37,8 +41,8 @@ __all__ = [
 LENGTH_BYTES = 8
 METADATA_KEY = "everstep"
 HEADER_SIZE_BYTES_MAX = 100_000_000
-_DIMENSIONS_MAX = 64
 _SIZE_MAX = (1 << 63) - 1
+_Sizes = Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ def decode_header(data: bytes, file_bytes: int, path: PurePath) -> ShardHeader:
         raise
     except FormatError as error:
         raise FormatError(f"{path}: {error.message}", path=path) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{path}: not an everstep shard: {error!r}", path=path) from error
 
 
@@ -220,45 +224,42 @@ def _decode(
     file_bytes: int,
     path: PurePath,
 ) -> ShardHeader:
-    version = _size(metadata["format"])
+    version = msgspec.convert(metadata["format"], Count)
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
             path=path,
             hint="use the version of everstep that wrote it, or a newer one",
         )
-    _require(isinstance(metadata["exact"], bool), "'exact' is neither true nor false")
-    behind_mark = metadata.get("behind_mark", False)
-    _require(isinstance(behind_mark, bool), "'behind_mark' is neither true nor false")
-    static = metadata.get("static", False)
-    _require(isinstance(static, bool), "'static' is neither true nor false")
+    described = msgspec.convert(metadata, _Metadata)
+    places = msgspec.convert(fields, dict[str, _Place])
     identity = ShardIdentity(
-        run=_text(metadata["run"]),
-        timeline=_size(metadata["timeline"]),
-        step=_size(metadata["step"]),
-        lsn=_size(metadata["lsn"]),
-        rank=_size(metadata["rank"]),
-        world=_size(metadata["world"]),
-        exact=metadata["exact"],
-        behind_mark=behind_mark,
-        static=static,
+        described.run,
+        described.timeline,
+        described.step,
+        described.lsn,
+        described.rank,
+        described.world,
+        described.exact,
+        behind_mark=described.behind_mark,
+        static=described.static,
     )
-    described = metadata["entries"]
-    _require(set(described) == set(fields), "header and metadata list different entries")
+    _require(set(described.entries) == set(fields), "header and metadata list different entries")
     found: list[tuple[Placed, str]] = []
-    for name, value in fields.items():
-        begin, end = (_size(offset) for offset in value["data_offsets"])
-        entry = _entry(name, value, described[name])
+    for name, place in places.items():
+        begin, end = place.data_offsets
+        entry = _entry(name, place, described.entries[name])
         _require(end - begin == entry.size_bytes, f"{name}: its range does not match its size")
-        found.append((Placed(entry, begin, end), _text(described[name]["digest"])))
+        found.append((Placed(entry, begin, end), described.entries[name].digest))
     # Entries are read by their offsets into memory planned from their sizes, so a hole or an
     # overlap would put bytes of one entry into another.
     position = 0
-    for place, _ in found:
-        _require(place.begin == position, f"{place.entry.name}: hole or overlap before it")
-        position = place.end
+    for placed_entry, _ in found:
+        name = placed_entry.entry.name
+        _require(placed_entry.begin == position, f"{name}: hole or overlap before it")
+        position = placed_entry.end
     _require(room_bytes + position == file_bytes, "the entries do not fill the file")
-    aliases = {_text(key): _text(value) for key, value in metadata["aliases"].items()}
+    aliases = described.aliases
     _require(set(aliases.values()) <= set(fields), "alias of a missing entry")
     _require(not set(aliases) & set(fields), "alias with the name of an entry")
     placed = tuple(p for p, _ in found)
@@ -266,50 +267,66 @@ def _decode(
     return ShardHeader(identity, placed, digests, aliases, room_bytes)
 
 
-def _entry(name: str, value: Mapping[str, Any], described: Mapping[str, Any]) -> Entry:
-    _require(value["dtype"] in DTYPE_BYTES, f"{name}: unknown dtype")
-    shape = _sizes(value["shape"])
-    global_shape = _sizes(described["global_shape"])
+class _Place(msgspec.Struct):
+    """What safetensors says of an entry."""
+
+    dtype: str
+    shape: _Sizes
+    data_offsets: tuple[Count, Count]
+
+
+class _Description(msgspec.Struct):
+    """Attributes of an entry that safetensors has no field for."""
+
+    digest: str
+    lsn: Count
+    global_shape: _Sizes
+    global_offset: _Sizes
+    placement: str
+    stride: _Sizes | None = None
+    logical_dtype: str | None = None
+
+
+class _Metadata(msgspec.Struct):
+    """Metadata of a shard."""
+
+    run: str
+    timeline: Count
+    step: Count
+    lsn: Count
+    rank: Count
+    world: Count
+    exact: bool
+    aliases: dict[str, str]
+    entries: dict[str, _Description]
+    behind_mark: bool = False
+    static: bool = False
+
+
+def _entry(name: str, place: _Place, described: _Description) -> Entry:
+    _require(place.dtype in DTYPE_BYTES, f"{name}: unknown dtype")
     # A tensor with a dimension of 0 has no bytes, and could claim any other dimensions; strides are
     # computed from them and must not overflow.
-    for sizes in (shape, global_shape):
+    for sizes in (place.shape, described.global_shape):
         widest = math.prod(size or 1 for size in sizes[1:])
         _require(widest <= _SIZE_MAX, f"{name}: impossible shape {list(sizes)}")
-    stride = described.get("stride")
-    logical = described.get("logical_dtype")
+    logical = described.logical_dtype
     if logical is not None:
-        complex128 = value["dtype"] == "F64" and shape[-1:] == (2,) and logical == "complex128"
-        _require(complex128, f"{name}: unknown logical dtype")
+        pairs = place.dtype == "F64" and place.shape[-1:] == (2,)
+        _require(pairs and logical == "complex128", f"{name}: unknown logical dtype")
     return Entry(
         name,
-        value["dtype"],
-        shape,
-        global_shape,
-        _sizes(described["global_offset"]),
-        _text(described["placement"]),
-        None if stride is None else _sizes(stride),
+        place.dtype,
+        place.shape,
+        described.global_shape,
+        described.global_offset,
+        described.placement,
+        described.stride,
         logical,
-        _size(described["lsn"]),
+        described.lsn,
     )
 
 
 def _require(condition: bool, problem: str) -> None:
     if not condition:
         raise FormatError(problem)
-
-
-def _size(value: Any) -> int:
-    # bool is a subclass of int: true would be read as 1.
-    is_size = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _SIZE_MAX
-    _require(is_size, f"{value!r:.40} is not a size")
-    return int(value)
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    _require(isinstance(value, list) and len(value) <= _DIMENSIONS_MAX, "not a shape")
-    return tuple(_size(item) for item in value)
-
-
-def _text(value: Any) -> str:
-    _require(isinstance(value, str), f"{value!r:.40} is not a string")
-    return str(value)

@@ -8,8 +8,7 @@ that a record claims.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, TypeVar
@@ -68,8 +67,6 @@ _Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest, AuditR
 BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]
 _MAY_BE_GOOD: tuple[BaseStatus, ...] = ("committed", "complete", "damaged")
 _ATTEMPTS = 8
-_KNOWN_MAX = 4096
-_KNOWN_BYTES_MAX = 4096  # larger records exist for many ranks; caching them would cost memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -556,32 +553,12 @@ def _plausible(record: TimelineRecord, number: int) -> bool:
     return record.timeline == number and (record.parent is None or record.parent < number)
 
 
-@functools.lru_cache(_KNOWN_MAX)
-def _known(decode: Callable[[bytes, PurePath], _Record], data: bytes) -> _Record:
-    return decode(data, PurePath())
-
-
-def _decoded(kind: type[_Record], data: bytes, path: PurePath) -> _Record:
-    """Decode a record, using a cache keyed by its bytes.
-
-    A start reads the records of each timeline several times; identical bytes need no second
-    verification.
-    """
-    if len(data) > _KNOWN_BYTES_MAX:
-        return kind.decode(data, path)
-    try:
-        found: _Record = _known(kind.decode, data)
-    except EverstepError:
-        return kind.decode(data, path)  # raises with the path
-    return found
-
-
 def _try(
     filesystem: FileSystem, path: PurePath, kind: type[_Record], problems: list[str]
 ) -> _Record | None:
     """Read and decode a record; append a description of any damage to ``problems``."""
     try:
-        return _decoded(kind, read_record_bytes(filesystem, path), path)
+        return kind.decode(read_record_bytes(filesystem, path), path)
     except (NewerFormatError, FileNotFoundError):
         raise
     except DamageError:

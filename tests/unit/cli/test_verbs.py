@@ -40,8 +40,9 @@ from everstep.errors import (
     UnavailableError,
     UnsupportedStateError,
 )
+from everstep.format.digests import digest
 from everstep.format.names import base_dir, timeline_dir
-from everstep.format.records import RunRecord
+from everstep.format.records import canonical
 from everstep.seams import PosixFileSystem
 from everstep.seams.failpoints import FailpointError, arm, disarm_all
 from everstep.tiers.memory import MemoryTier
@@ -821,7 +822,9 @@ def test_what_an_object_store_says_is_shown_and_what_to_do_about_it(
 
 @pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "du"])
 def test_a_run_of_a_newer_format(run: Path, verb: str) -> None:
-    (run / "run.json").write_bytes(RunRecord("a later one", format=99).encode())
+    fields = {"kind": "run", "format": 99, "run": "a-later-one"}
+    record = canonical({**fields, "digest": digest(canonical(fields))})
+    (run / "run.json").write_bytes(record)
     result = invoke(verb, run)
     assert result.exit_code == ExitCode.ENVIRONMENT
     assert "format 99" in result.stderr
