@@ -4,7 +4,6 @@ of the same number have parted."""
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,7 +17,7 @@ from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.peer_log import PeerLog, pack_steps
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log.log_found import LogFound, LogReader
 from everstep.restore.redo.driver import verified_steps
 from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run
@@ -67,16 +66,15 @@ def test_whole_steps_on_disk_or_in_a_copy_go_before_lossy_ones_of_a_peer(where: 
     disk = files if where == "disk" else empty
     ring = ChunkRing(3, 1)
     log = LogFound.of(disk, there, mine, rank=1, lent=lent, copies=copies, bases=[BaseId(1, 0)])
+    reader = log.reader(disk, ring, 20.0)
     try:
         told = {
-            step: [
-                UPDATE_OBJECT in one.objects for one in log.records_of(1, step, disk, ring, 20.0)
-            ]
+            step: [UPDATE_OBJECT in one.objects for one in reader.records_of(1, step)]
             for step in range(1, 5)
         }
-        assert log.records_of(1, 1, disk, ring, 20.0)[0] is mine[0]
+        assert reader.records_of(1, 1)[0] is mine[0]
     finally:
-        log.close()
+        reader.close()
         ring.close()
     assert told == {1: [False] * 2, 2: [False] * 2, 3: [False] * 2, 4: [True] * 2}
     assert sorted(log.index.marks) == [(1, step) for step in range(1, 5)]
@@ -92,10 +90,11 @@ def test_a_segment_that_cannot_be_used_does_not_hide_its_copy() -> None:
     there = Inventory(RUN, timelines={1: record_of(1)})
     ring = ChunkRing(3, 1)
     log = LogFound.of(here, there, [], rank=1, copies=[(far, there)], bases=[BaseId(1, 0)])
+    reader = log.reader(here, ring, 20.0)
     try:
-        assert len(log.records_of(1, 2, here, ring, 20.0)) == 2
+        assert len(reader.records_of(1, 2)) == 2
     finally:
-        log.close()
+        reader.close()
         ring.close()
     assert [one.step for one in log.skipped] == [2]
 
@@ -109,12 +108,11 @@ def _spoil(tier: MemoryTier, last: int) -> None:
     put(tier, name, bytes(data))
 
 
-def _replayed(log: LogFound, files: TierFileSystem, ring: ChunkRing) -> list[Any]:
+def _replayed(log: LogReader) -> list[Any]:
     """What replay gets of steps 1 to 6: what was recorded, and an error where it ends."""
     chain = Chain((1, 0), tuple((1, step) for step in range(1, 7)), "", None)  # type: ignore[arg-type]
-    about: Any = {"filesystem": files, "ring": ring, "timeout_s": 20.0}
     found: list[Any] = []
-    for step in verified_steps(log.steps(chain, 0, **about), partial(log.verified, **about)):
+    for step in verified_steps(log.steps(chain, 0), log.verified):
         if isinstance(step, EverstepError):
             return [*found, step]
         found += [bytes(one.data) for one in (*(record for record, _ in step.updates), step.mark)]
@@ -145,10 +143,11 @@ def test_what_is_damaged_where_it_is_nearest_is_read_where_it_is_whole(
     there = Inventory(RUN, timelines={1: record_of(1)})
     about = {"rank": 1, "copies": [(far, there)], "bases": [BaseId(1, 0)]}
     ring = ChunkRing(3, 1)
-    log = LogFound.of(here, there, mine, **about)  # type: ignore[arg-type]
+    of_all = LogFound.of(here, there, mine, **about)  # type: ignore[arg-type]
+    log = of_all.reader(here, ring, 20.0)
     try:
-        found = _replayed(log, here, ring)
-        lent = log.clone().records_of(1, 2, here, ring, 20.0)
+        found = _replayed(log)
+        lent = of_all.reader(here, ring, 20.0).records_of(1, 2)
     finally:
         log.close()
         ring.close()
@@ -212,10 +211,11 @@ def test_nothing_else_stands_in_for_a_record(
     log = LogFound.of(here, there, [], rank=1, copies=copies, bases=[BaseId(1, 0)])
     disk.tier.bad = fault == "unreadable"  # type: ignore[attr-defined]
     copy.tier.gone = other == "gone"  # type: ignore[attr-defined]
+    reader = log.reader(here, ring, 20.0)
     try:
-        found = _replayed(log, here, ring)
+        found = _replayed(reader)
     finally:
-        log.close()
+        reader.close()
         ring.close()
     wanted = [bytes(one.data) for one in records_of_steps(1, 6)]
     if other == "whole":

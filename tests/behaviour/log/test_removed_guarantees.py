@@ -19,7 +19,7 @@ import torch
 from everstep.capture.mark_samples import MarkSampler
 from everstep.format.log import LogRecord
 from everstep.restore.log import log_found as logs_module
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log.log_found import LogReader
 from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
@@ -256,20 +256,20 @@ def takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         made(self, heads)
         self.updates = Everything()
 
-    def steps(self: LogFound, chain: Any, lsn: int, *rest: Any) -> Iterator[Any]:
+    def steps(self: LogReader, chain: Any, lsn: int) -> Iterator[Any]:
         for timeline, step in chain.steps:
-            mark = self.index.marks[timeline, step]
+            mark = self.found.index.marks[timeline, step]
             there = [
                 number
                 for number in range(lsn + 1, mark.lsn + 1)
-                if ("update", timeline, number) in self._segments
+                if ("update", timeline, number) in self.found._segments
             ]
-            updates = [self._record("update", timeline, number, *rest) for number in there]
-            yield updates, self._record("mark", timeline, step, *rest)
+            updates = [self._record("update", timeline, number) for number in there]
+            yield updates, self._record("mark", timeline, step)
             lsn = mark.lsn
 
     monkeypatch.setattr(LogIndex, "__init__", init)
-    monkeypatch.setattr(LogFound, "steps", steps)
+    monkeypatch.setattr(LogReader, "steps", steps)
 
 
 def forks_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,12 +279,12 @@ def forks_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def updates_of_any_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update is an update, if only its number is right."""
-    record_of = LogFound._record
+    record_of = LogReader._record
 
-    def found(self: LogFound, kind: str, timeline: int, *rest: Any) -> LogRecord:
-        return record_of(self, kind, 1 if kind == "update" else timeline, *rest)
+    def found(self: LogReader, kind: str, timeline: int, number: int) -> LogRecord:
+        return record_of(self, kind, 1 if kind == "update" else timeline, number)
 
-    monkeypatch.setattr(LogFound, "_record", found)
+    monkeypatch.setattr(LogReader, "_record", found)
 
 
 def over_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -512,14 +512,15 @@ def test_the_nearest_record_is_read_and_a_lossy_one_only_alone() -> None:
     there = Inventory(RUN, timelines={1: record_of(1)})
     found = LogFound([], scan_log(files, RUN, [1], rank=1))
     ring = ChunkRing(3, 1)
+    reader = found.reader(files, ring, 20.0)
     try:
         for step, wanted in ((1, "exact"), (2, "exact"), (3, "lossy")):
-            for record in found.records_of(1, step, files, ring, 20.0):
+            for record in reader.records_of(1, step):
                 told = "lossy" if record.objects["o"] == b"lossy" else "exact"
                 assert told == wanted, record.head
         near = records_of_steps(2, 2)
         both = LogFound.of(files, replace(there, timelines={}), [], rank=1, lent=near)
-        assert not both.records_of(1, 1, files, ring, 20.0)
+        assert not both.reader(files, ring, 20.0).records_of(1, 1)
         both = LogFound.of(
             TierFileSystem(MemoryTier(), RUN),
             replace(there, timelines={}),
@@ -529,11 +530,11 @@ def test_the_nearest_record_is_read_and_a_lossy_one_only_alone() -> None:
             copies=[(files, there)],
             bases=[BaseId(1, 2)],
         )
-        assert not both.records_of(1, 1, files, ring, 20.0), "no base needs it"
-        assert both.records_of(1, 2, files, ring, 20.0)[0] is near[0]
-        assert len(both.records_of(1, 3, files, ring, 20.0)) == 2
+        assert not both.reader(files, ring, 20.0).records_of(1, 1), "no base needs it"
+        assert both.reader(files, ring, 20.0).records_of(1, 2)[0] is near[0]
+        assert len(both.reader(files, ring, 20.0).records_of(1, 3)) == 2
     finally:
-        found.close()
+        reader.close()
         both.close()
         ring.close()
 

@@ -110,7 +110,7 @@ def test_the_same_records_wherever_a_chain_begins_and_ends(
     steps = written(tmp_path, ring, batch_steps)
     taken = noting(monkeypatch)
     files, log = Files(), LogFound((), segments_of(tmp_path))
-    found = log.steps(chain_of(first, last), first - 1, files, ring, TIMEOUT_S)
+    found = log.reader(files, ring, TIMEOUT_S).steps(chain_of(first, last), first - 1)
     for expected, (updates, mark) in zip(steps[first - 1 : last], found, strict=True):
         assert not isinstance(mark, EverstepError)
         for one, other in zip(expected, (*updates, mark), strict=True):
@@ -126,7 +126,7 @@ def test_the_next_segments_are_on_their_way(tmp_path: Path, ring: ChunkRing) -> 
     """As the first record comes, and no segment is opened twice."""
     written(tmp_path, ring, 1)
     files, log = Files(), LogFound((), segments_of(tmp_path))
-    with closing(log.steps(chain_of(), 0, files, ring, TIMEOUT_S)) as found:
+    with closing(log.reader(files, ring, TIMEOUT_S).steps(chain_of(), 0)) as found:
         next(found)
         assert files.opened == [1, 2, 3, 4]
         assert len(list(found)) == STEPS - 1
@@ -143,7 +143,7 @@ def test_segments_together_take_no_more_memory_than_one(
     written(tmp_path, ring, batch_steps)
     most = noting(monkeypatch)
     log = LogFound((), segments_of(tmp_path))
-    for _, mark in log.steps(chain_of(), 0, PosixFileSystem(), ring, TIMEOUT_S):
+    for _, mark in log.reader(PosixFileSystem(), ring, TIMEOUT_S).steps(chain_of(), 0):
         assert not isinstance(mark, EverstepError)
         del mark
     pages = -(-4 * NUMEL // 4096) + 1  # of an update that begins anywhere in a page
@@ -157,7 +157,8 @@ def test_a_segment_that_cannot_be_read_ahead_is_an_error_in_its_place(
 ) -> None:
     """All steps before it are there, and what is behind it does not come."""
     steps = written(tmp_path, ring, batch_steps)
-    log = LogFound((), segments_of(tmp_path))  # as it was found before it was unusable
+    # As it was found before it was unusable.
+    log = LogFound((), segments_of(tmp_path)).reader(PosixFileSystem(), ring, TIMEOUT_S)
     path = file_of(tmp_path, 4)
     if spoil == "header":
         path.write_bytes(b"\0" * 100 + path.read_bytes()[100:])
@@ -165,7 +166,7 @@ def test_a_segment_that_cannot_be_read_ahead_is_an_error_in_its_place(
         path.unlink()
     else:
         os.truncate(path, path.stat().st_size - 8192)
-    found = list(log.steps(chain_of(), 0, PosixFileSystem(), ring, TIMEOUT_S))
+    found = list(log.steps(chain_of(), 0))
     good = 4 - batch_steps
     assert len(found) == good + 1
     for expected, (updates, mark) in zip(steps[:good], found, strict=False):
@@ -200,7 +201,7 @@ def test_whoever_stops_leaves_nothing_under_way(tmp_path: Path, ring: ChunkRing)
     written(tmp_path, ring, 1)
     descriptors = set(os.listdir("/proc/self/fd"))
     log = LogFound((), segments_of(tmp_path))
-    with closing(log.steps(chain_of(), 0, PosixFileSystem(), ring, TIMEOUT_S)) as found:
+    with closing(log.reader(PosixFileSystem(), ring, TIMEOUT_S).steps(chain_of(), 0)) as found:
         next(found)
         assert len(os.listdir("/proc/self/fd")) > len(descriptors)
     assert set(os.listdir("/proc/self/fd")) <= descriptors

@@ -8,9 +8,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -113,7 +111,7 @@ def test_a_bit_flipped_anywhere_is_found_before_anything_is_decoded(
         log = LogFound((), [segment])  # as it was found before the bit flipped
         found: list[bytes] = []
         stopped = ""
-        for updates, mark in log.steps(chain, 0, PosixFileSystem(), ring, TIMEOUT_S):
+        for updates, mark in log.reader(PosixFileSystem(), ring, TIMEOUT_S).steps(chain, 0):
             try:
                 if isinstance(mark, EverstepError):
                     raise mark
@@ -139,10 +137,8 @@ def test_what_is_taken_for_replay_is_verified(
     data[data.index(bytes(records[2].data[:64])) + 10] ^= 4
     path.write_bytes(data)
     chain = Chain((1, 0), tuple((1, step) for step in range(1, STEPS + 1)), "", None)  # type: ignore[arg-type]
-    log = LogFound((), [segment])
-    about: Any = {"filesystem": PosixFileSystem(), "ring": ring, "timeout_s": TIMEOUT_S}
-    sound = partial(log.verified, **about)
-    first, second, *rest = verified_steps(log.steps(chain, 0, **about), sound)
+    log = LogFound((), [segment]).reader(PosixFileSystem(), ring, TIMEOUT_S)
+    first, second, *rest = verified_steps(log.steps(chain, 0), log.verified)
     assert not isinstance(first, EverstepError)
     assert isinstance(second, DamageError)
     assert rest == []

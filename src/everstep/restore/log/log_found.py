@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import chain as chained
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import needed_by
@@ -26,13 +24,13 @@ from everstep.seams.files.filesystem import FileSystem
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
 
-__all__ = ["LogFound"]
+__all__ = ["LogFound", "LogReader"]
 
 _THREADS = 8  # segments of a copy to read at a time, as each read waits for a network
 
 
 class LogFound:
-    """Log records by kind, timeline and number; those on disk are read when they are needed.
+    """Log records by kind, timeline and number; a :class:`LogReader` reads those on disk.
 
     If a record exists in several places, the nearest is read: memory, then disk, then copies. A
     lossy record is used only if there is no other anywhere.
@@ -46,8 +44,6 @@ class LogFound:
     Attributes:
         index: index of the existing records.
         skipped: unusable segments.
-        parts: records of other ranks that belong with an update of this one, by timeline and LSN,
-            then by rank.
     """
 
     def __init__(
@@ -62,11 +58,8 @@ class LogFound:
         self._segments: dict[Key, tuple[SegmentFound, int]] = {}
         self._places: dict[Key, list[SegmentFound]] = {}  # nearest last
         self._copies = copies
-        self._repaired: dict[Skipped, None] = {}
-        self._reads: LogReads | None = None
         heads: dict[bool, list[RecordHead]] = {True: [], False: []}  # lossy ones under True
         self.skipped: list[Skipped] = []
-        self.parts: Mapping[tuple[int, int], Mapping[int, LogRecord]] = {}
         for segment in sorted(segments, key=lambda segment: not segment.lossy):
             if segment.problem is not None:
                 self.skipped.append(Skipped(segment.timeline, segment.last, segment.problem))
@@ -128,8 +121,54 @@ class LogFound:
         log.skipped += damaged
         return log
 
+    def reader(self, filesystem: FileSystem, ring: ChunkRing, timeout_s: float) -> LogReader:
+        """Return a reader of these records, for one thread at a time.
+
+        Args:
+            filesystem: file system of the segments in the run folder.
+            ring: buffers for reading.
+            timeout_s: a read that takes longer counts as hung.
+        """
+        return LogReader(self, filesystem, ring, timeout_s)
+
+    def nearest(self, key: Key) -> LogRecord | tuple[SegmentFound, int]:
+        """Return a record in memory, or else its segment and its number there."""
+        if key in self._memory:
+            return self._memory[key]
+        there = self._segments.get(key)
+        if key in self._lossy and (there is None or there[0].lossy):
+            return self._lossy[key]
+        return self._segments[key]
+
+    def elsewhere(self, head: RecordHead) -> Iterator[SegmentFound]:
+        """Yield the segments that should hold a record, nearest first, then those of copies."""
+        yield from reversed(self._places.get(key_of(head), []))
+        if self._copies is not None:
+            yield from self._copies.with_step(head.timeline, head.step)
+
+
+class LogReader:
+    """Reads the records of a log; arguments as of :meth:`LogFound.reader`.
+
+    Attributes:
+        found: the log.
+        parts: records of other ranks that belong with an update of this one, by timeline and LSN,
+            then by rank.
+    """
+
+    def __init__(
+        self, found: LogFound, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
+    ) -> None:
+        self.found = found
+        self.parts: Mapping[tuple[int, int], Mapping[int, LogRecord]] = {}
+        self._filesystem = filesystem
+        self._ring = ring
+        self._timeout_s = timeout_s
+        self._repaired: dict[Skipped, None] = {}
+        self._reads: LogReads | None = None
+
     def steps(
-        self, chain: Chain, lsn: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
+        self, chain: Chain, lsn: int
     ) -> Generator[tuple[list[LogRecord], LogRecord | EverstepError], None, None]:
         """Yield the updates and the mark of each step of a chain.
 
@@ -143,17 +182,16 @@ class LogFound:
         Args:
             lsn: LSN of the base.
         """
-        self._close()
-        self._reads = LogReads(filesystem, ring, timeout_s, self._on_disk(chain, lsn))
+        self.close()
+        ahead = self._on_disk(chain, lsn)
+        self._reads = LogReads(self._filesystem, self._ring, self._timeout_s, ahead)
         try:
             for timeline, step in chain.steps:
-                mark = self.index.marks[timeline, step]
+                mark = self.found.index.marks[timeline, step]
                 try:
-                    updates = [
-                        self._update(timeline, number, filesystem, ring, timeout_s)
-                        for number in range(lsn + 1, mark.lsn + 1)
-                    ]
-                    last = self._record("mark", timeline, step, filesystem, ring, timeout_s)
+                    numbers = range(lsn + 1, mark.lsn + 1)
+                    updates = [self._update(timeline, number) for number in numbers]
+                    last = self._record("mark", timeline, step)
                 except EverstepError as error:
                     yield [], error
                     return
@@ -161,38 +199,28 @@ class LogFound:
                 yield updates, last
                 del updates, last  # free their memory before the next ones are read
         finally:
-            self._close()
+            self.close()
 
-    def records_of(
-        self, timeline: int, step: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
-    ) -> list[LogRecord]:
+    def records_of(self, timeline: int, step: int) -> list[LogRecord]:
         """Return the updates of one step, verified.
 
         Raises:
             EverstepError: a record cannot be read, or is damaged in every place.
         """
-        numbers = sorted(set(self.index.of_step.get((timeline, step), ())))
-        found = [
-            self._record("update", timeline, number, filesystem, ring, timeout_s)
-            for number in numbers
-        ]
-        return [self.verified(record, filesystem, ring, timeout_s) for record in found]
+        numbers = sorted(set(self.found.index.of_step.get((timeline, step), ())))
+        found = [self._record("update", timeline, number) for number in numbers]
+        return [self.verified(record) for record in found]
 
-    def step_of(
-        self, timeline: int, step: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
-    ) -> list[LogRecord]:
+    def step_of(self, timeline: int, step: int) -> list[LogRecord]:
         """Return the updates of one step, and its mark; see :meth:`records_of`.
 
         Raises:
             EverstepError: a record cannot be read.
         """
-        updates = self.records_of(timeline, step, filesystem, ring, timeout_s)
-        mark = self._record("mark", timeline, step, filesystem, ring, timeout_s)
-        return [*updates, self.verified(mark, filesystem, ring, timeout_s)]
+        updates = self.records_of(timeline, step)
+        return [*updates, self.verified(self._record("mark", timeline, step))]
 
-    def verified(
-        self, record: LogRecord, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
-    ) -> LogRecord:
+    def verified(self, record: LogRecord) -> LogRecord:
         """Return the record if it is intact, or else an intact one from another place.
 
         Raises:
@@ -204,10 +232,8 @@ class LogFound:
         except DamageError as error:
             if record.path is not None:  # later reads of this segment use the copy
                 with contextlib.suppress(EverstepError, OSError):
-                    switch_to_copy(filesystem, record.path.parent)
-            found = self._from_another_place(
-                record.head, record.digest, error, filesystem, ring, timeout_s
-            )
+                    switch_to_copy(self._filesystem, record.path.parent)
+            found = self._from_another_place(record.head, record.digest, error)
             return replace(found, parts=record.parts)
 
     def take_repaired(self) -> list[Skipped]:
@@ -216,92 +242,60 @@ class LogFound:
         self._repaired.clear()
         return found
 
-    def clone(self) -> LogFound:
-        """Return a reader of the same records for another thread."""
-        found = copy(self)
-        found._reads = None
-        found.parts = {}
-        return found
-
     def close(self) -> None:
-        """Cancel outstanding reads."""
-        self._close()
+        """Cancel outstanding reads. Idempotent."""
+        reads = self._reads
+        self._reads = None
+        if reads is not None:
+            reads.close()
 
-    def _update(
-        self,
-        timeline: int,
-        number: int,
-        filesystem: FileSystem,
-        ring: ChunkRing,
-        timeout_s: float,
-    ) -> LogRecord:
-        record = self._record("update", timeline, number, filesystem, ring, timeout_s)
+    def _update(self, timeline: int, number: int) -> LogRecord:
+        record = self._record("update", timeline, number)
         parts = self.parts.get((timeline, number))
         return record if parts is None else replace(record, parts=parts)
 
-    def _record(
-        self,
-        kind: str,
-        timeline: int,
-        number: int,
-        filesystem: FileSystem,
-        ring: ChunkRing,
-        timeout_s: float,
-    ) -> LogRecord:
-        key: Key = (kind, timeline, number)
-        found = self._nearest(key)
+    def _record(self, kind: str, timeline: int, number: int) -> LogRecord:
+        found = self.found.nearest((kind, timeline, number))
         if isinstance(found, LogRecord):
             return found
         segment, place = found
+        if self._reads is None:
+            self._reads = LogReads(self._filesystem, self._ring, self._timeout_s)
+        reads = self._reads
         try:
-            return self._read(segment, place, filesystem, ring, timeout_s)
-        except EverstepError as error:
-            reads = self._reads
-            digest = None if reads is None else reads.digest_of(segment, place)
-            if (
-                reads is None or digest is None
-            ):  # without the expected digest no other record can be trusted
-                raise
+            return reads.read(segment, place)
+        except (EverstepError, OSError) as error:
+            if isinstance(error, OSError):
+                reason = error.strerror or str(error)
+                error = StorageError(f"{segment.path}: {reason}", path=segment.path)
+            digest = reads.digest_of(segment, place)
+            if digest is None:  # without the expected digest no other record can be trusted
+                raise error from None
             reads.close()
-            return self._from_another_place(
-                segment.heads[place], digest, error, filesystem, ring, timeout_s
-            )
-
-    def _nearest(self, key: Key) -> LogRecord | tuple[SegmentFound, int]:
-        """Return a record in memory, or else its segment and its number there."""
-        if key in self._memory:
-            return self._memory[key]
-        there = self._segments.get(key)
-        if key in self._lossy and (there is None or there[0].lossy):
-            return self._lossy[key]
-        return self._segments[key]
+            return self._from_another_place(segment.heads[place], digest, error)
 
     def _on_disk(self, chain: Chain, lsn: int) -> Iterator[tuple[SegmentFound, int]]:
         """Yield the records of a chain that are read from segments, in order."""
         for timeline, step in chain.steps:
-            last = self.index.marks[timeline, step].lsn
+            last = self.found.index.marks[timeline, step].lsn
             keys: list[Key] = [("update", timeline, number) for number in range(lsn + 1, last + 1)]
             for key in (*keys, ("mark", timeline, step)):
-                found = self._nearest(key)
+                found = self.found.nearest(key)
                 if not isinstance(found, LogRecord):
                     yield found
             lsn = last
 
-    def _from_another_place(
-        self,
-        head: RecordHead,
-        digest: str,
-        error: EverstepError,
-        filesystem: FileSystem,
-        ring: ChunkRing,
-        timeout_s: float,
-    ) -> LogRecord:
+    def _from_another_place(self, head: RecordHead, digest: str, error: EverstepError) -> LogRecord:
         """Return an intact record from another place."""
-        key = key_of(head)
-        copies = () if self._copies is None else self._copies.with_step(head.timeline, head.step)
-        segments = chained(reversed(self._places.get(key, [])), copies)
         try:
-            found = find_record(key, digest, segments, filesystem, ring, timeout_s)
+            found = find_record(
+                key_of(head),
+                digest,
+                self.found.elsewhere(head),
+                self._filesystem,
+                self._ring,
+                self._timeout_s,
+            )
         except (EverstepError, OSError) as problem:  # while another place was listed
             raise error from problem
         if found is None:
@@ -309,28 +303,6 @@ class LogFound:
         why = f"log: {error.message}; it was intact in another place"
         self._repaired[Skipped(head.timeline, head.step, why)] = None
         return found
-
-    def _read(
-        self,
-        segment: SegmentFound,
-        place: int,
-        filesystem: FileSystem,
-        ring: ChunkRing,
-        timeout_s: float,
-    ) -> LogRecord:
-        try:
-            if self._reads is None:
-                self._reads = LogReads(filesystem, ring, timeout_s)
-            return self._reads.read(segment, place)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise StorageError(f"{segment.path}: {reason}", path=segment.path) from error
-
-    def _close(self) -> None:
-        reads = self._reads
-        self._reads = None
-        if reads is not None:
-            reads.close()
 
 
 class _LogCopies:

@@ -179,7 +179,7 @@ class RunLog:
     ) -> Generator[JobStep | EverstepError, None, None]:
         """Yield the verified records of all ranks for each step of a chain, in order; an error in
         place of the step, and nothing after it, where a record is damaged. Use as
-        :meth:`.LogFound.steps`.
+        :meth:`.LogReader.steps`.
 
         Args:
             chain: steps to read.
@@ -191,20 +191,19 @@ class RunLog:
         # There may be no log at all.
         if not chain.steps:
             return
-        files = self._filesystem
+        logs = [self._logs[r].reader(self._filesystem, ring, timeout_s) for r in range(world)]
         if world == 1:
-            for updates, mark in self._logs[0].steps(chain, lsn, files, ring, timeout_s):
+            for updates, mark in logs[0].steps(chain, lsn):
                 step = _verified_step(updates, mark)
                 yield step
                 if isinstance(step, EverstepError):
                     return
             return
-        logs = [self._logs[rank] for rank in range(world)]
         # Step by step: an update needs the records of all ranks at the same time.
         try:
             for at in chain.steps:
                 try:
-                    found = [log.step_of(at[0], at[1], files, ring, timeout_s) for log in logs]
+                    found = [log.step_of(*at) for log in logs]
                 except EverstepError as error:
                     yield error
                     return

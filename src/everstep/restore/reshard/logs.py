@@ -17,7 +17,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.peer_log import PeerLog, unpack_steps
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log.log_found import LogFound, LogReader
 from everstep.run.candidates import Skipped
 from everstep.run.scan import Inventory
 from everstep.seams.files.filesystem import FileSystem
@@ -89,9 +89,8 @@ class ReshardedLogs:
         self._memory = memory
         self._ring = ring
         self._timeout_s = timeout_s
-        self._logs: dict[
-            tuple[int, int], LogFound
-        ] = {}  # by number of ranks that wrote it, and rank
+        # By number of ranks that wrote it, and rank.
+        self._logs: dict[tuple[int, int], LogReader] = {}
         self._worlds: dict[int, int] = {}
         self._repaired: list[Skipped] = []
 
@@ -147,7 +146,8 @@ class ReshardedLogs:
                 )
                 runs = runs_of(log.index.marks, log.index.updates)
                 if runs or log.skipped:
-                    self._logs[world, source] = log
+                    reader = log.reader(self._filesystem, self._ring, self._timeout_s)
+                    self._logs[world, source] = reader
                     found.setdefault(source, []).extend(runs)
         return {source: tuple(runs) for source, runs in found.items()}
 
@@ -156,7 +156,7 @@ class ReshardedLogs:
         """Unusable segments, and damaged records that were read from another place."""
         yield from self._repaired
         for log in self._logs.values():
-            yield from log.skipped
+            yield from log.found.skipped
 
     def has(self, source: int, timeline: int) -> bool:
         """Return True if this rank reads the log of ``source`` on a timeline."""
@@ -171,7 +171,7 @@ class ReshardedLogs:
         """
         log = self._logs[self._worlds[timeline], source]
         try:
-            return log.step_of(timeline, step, self._filesystem, self._ring, self._timeout_s)
+            return log.step_of(timeline, step)
         finally:
             self._repaired += log.take_repaired()
 

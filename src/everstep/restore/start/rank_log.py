@@ -28,7 +28,7 @@ from everstep.restore.fetch.peer_log import FetchedLog
 from everstep.restore.fetch.sources import Place, RankRead
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.load.restored import Restored
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log.log_found import LogFound, LogReader
 from everstep.restore.redo.updates import UnknownClassError
 from everstep.restore.reshard.logs import LogsInMemory, ReshardedLogs
 from everstep.restore.start.log_exchange import LogExchange, encode_records
@@ -149,9 +149,9 @@ class RankLog:
         self._filesystem = request.seams.filesystem
         self._records = request.recalled.records
         self._rank = request.state.ranks.rank
-        self._log = LogFound((), ())
+        self._log = self._reader(LogFound((), ()))
         # The same records for other ranks: their requests arrive while this rank replays its own.
-        self._served = self._log.clone()
+        self._served = self._reader(self._log.found)
         self._resharded = ReshardedLogs(
             self._filesystem,
             self._rank,
@@ -183,7 +183,7 @@ class RankLog:
             OSError: a directory cannot be read.
         """
         lent = [record for log in self.lent if log.is_of(inventory) for record in log.records]
-        self._log = LogFound.of(
+        log = LogFound.of(
             self._filesystem,
             inventory,
             self._records,
@@ -194,8 +194,9 @@ class RankLog:
             lossy_copies=lossy,
         )
         self._served.close()
-        self._served = self._log.clone()
-        return runs_of(self._log.index.marks, self._log.index.updates)
+        self._log = self._reader(log)
+        self._served = self._reader(log)
+        return runs_of(log.index.marks, log.index.updates)
 
     def others(
         self,
@@ -246,7 +247,7 @@ class RankLog:
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         """Unusable segments."""
-        return tuple(dict.fromkeys([*self._log.skipped, *self._resharded.skipped]))
+        return tuple(dict.fromkeys([*self._log.found.skipped, *self._resharded.skipped]))
 
     def redo(
         self, choice: Choice, loaded: LoadedBase, *, together: bool, exchange: LogExchange
@@ -281,15 +282,18 @@ class RankLog:
         replay_s = self._request.seams.clock.monotonic_s() - start_s
         return replace(redone, inexact=redone.inexact or self._doubt, replay_s=replay_s)
 
+    def _reader(self, log: LogFound) -> LogReader:
+        return log.reader(self._filesystem, self._request.ring, self._request.timeout_s)
+
     def _replay_own(self, replay: _Replay) -> EverstepError | None:
         """Replay this rank's own log; return the error if a step failed."""
         restored = replay.restored
         loaded = restored.loaded
         assert restored.base is not None
         assert loaded is not None
-        full_chain = self._log.index.follow(replay.base, loaded.marker.lsn, None, replay.path)
+        full_chain = self._log.found.index.follow(replay.base, loaded.marker.lsn, None, replay.path)
         chain = replace(full_chain, steps=full_chain.steps[: replay.reach.count])
-        chain = replayable(restored.base, chain, self._request, self._log, replay.skipped)
+        chain = replayable(restored.base, chain, self._request, self._log.found, replay.skipped)
         for slice_ in self._with_shares(chain, restored, replay.exchange):
             try:
                 replay_chain(
@@ -359,17 +363,13 @@ class RankLog:
 
         These are the updates, and also the mark if they belong to a log of another layout.
         """
-        request = self._request
         try:
             if self._resharded.has(rank, timeline):
                 with contextlib.suppress(LookupError):
                     return encode_records(self._resharded.records(rank, timeline, step))
             if rank != self._rank:
                 raise LookupError(f"rank {rank} reads its own log")
-            records = self._served.records_of(
-                timeline, step, self._filesystem, request.ring, request.timeout_s
-            )
-            return encode_records(records)
+            return encode_records(self._served.records_of(timeline, step))
         except (EverstepError, LookupError) as error:
             _log.warning("step %d of the log of rank %d cannot be sent: %s", step, rank, error)
             return b""
@@ -417,7 +417,7 @@ class RankLog:
         has now."""
         if loaded.marker.world == 1 or loaded.mismatches:
             return False
-        mark = self._log.index.marks.get((timeline, step))
+        mark = self._log.found.index.marks.get((timeline, step))
         return mark is not None and mark.shape != loaded.shape
 
     def _with_shape(self, loaded: LoadedBase) -> LoadedBase:

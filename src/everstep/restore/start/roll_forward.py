@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ from everstep.restore.fetch.copies import switch_to_copy
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.load.load import LoadedBase, load_base
 from everstep.restore.load.restored import OTHER_STATE, Restored
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log.log_found import LogFound, LogReader
 from everstep.restore.log.reach import nothing_restorable, reachable
 from everstep.restore.redo.updates import UnknownClassError
 from everstep.restore.start.missing_sections import missing_sections
@@ -153,7 +152,8 @@ class OneRankChoice:
         self._step = loader.request.step
         self._loader = loader
         self._inventory = inventory
-        self._log = log
+        request = loader.request
+        self._log = log.reader(self._filesystem, request.ring, request.timeout_s)
         self._reachable = reachable(inventory, log.index, step=self._step)
         self._remaining = list(reversed(self._reachable.ordered))
         self._skipped = [*self._reachable.candidates.skipped, *log.skipped]
@@ -175,7 +175,7 @@ class OneRankChoice:
             base, whole = self._remaining.pop()
             if base.manifest is not None and base.manifest.markers[0].world > 1:
                 return None  # newer bases of one rank are damaged
-            chain = replayable(base, whole, self._request, self._log, self._skipped)
+            chain = replayable(base, whole, self._request, self._log.found, self._skipped)
             if self._step is not None and chain.end[1] != self._step:
                 continue
             restored = self._try(base, whole, chain)
@@ -395,7 +395,7 @@ def replay(
     restored: Restored,
     chain: Chain,
     request: ResumeRequest,
-    log: LogFound,
+    log: LogReader,
     timelines: Mapping[int, TimelineRecord | None],
     together: bool,
     alive: Callable[[], None] = lambda: None,
@@ -419,7 +419,7 @@ def replay(
 
     loaded = restored.loaded
     assert loaded is not None
-    if why := _why_not_replayed(loaded, log.index.marks[chain.steps[0]].shape):
+    if why := _why_not_replayed(loaded, log.found.index.marks[chain.steps[0]].shape):
         restored.skipped.append(Skipped(*chain.steps[0], why))
         return
     redo = ReplayDriver(
@@ -428,7 +428,7 @@ def replay(
         together=together,
     )
     before = restored.replayed  # steps of earlier calls
-    _apply(redo, restored, chain, request, log, alive)
+    _apply(redo, restored, chain, log, alive)
     restored.skipped += log.take_repaired()
     try:
         notes = redo.finish()
@@ -454,23 +454,19 @@ def _apply(
     redo: ReplayDriver,
     restored: Restored,
     chain: Chain,
-    request: ResumeRequest,
-    log: LogFound,
+    log: LogReader,
     alive: Callable[[], None],
 ) -> None:
     """Apply the steps of a chain while another thread reads and verifies the next ones."""
     from everstep.restore.redo.driver import STEPS_AT_ONCE, verified_steps
 
-    files = request.seams.filesystem
-    wait_s = request.timeout_s
-    found = log.steps(chain, restored.lsn, files, request.ring, wait_s)
-    sound = partial(log.verified, filesystem=files, ring=request.ring, timeout_s=wait_s)
+    found = log.steps(chain, restored.lsn)
     places = iter(chain.steps)
     with (
         contextlib.closing(found),
         progress("replay", len(chain.steps), "items") as bar,
         Prefetch(
-            verified_steps(found, sound),
+            verified_steps(found, log.verified),
             count=STEPS_AT_ONCE,
             size_bytes=lambda step: 0 if isinstance(step, EverstepError) else step.read_bytes,
             limit_bytes=redo.limit_bytes,
