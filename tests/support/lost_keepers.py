@@ -42,7 +42,7 @@ def kill_noticed(ckpt: Any) -> None:
 def keeper_of(ckpt: everstep.Checkpointer) -> int:
     remote = inspect(ckpt).keepers._remote
     assert remote is not None
-    return remote.pid
+    return int(remote.pid)
 
 
 @contextmanager

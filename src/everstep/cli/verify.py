@@ -22,7 +22,6 @@ from everstep.cli.common.log import count_segments, run_log, segment_as_json
 from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
 from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading, select_bases
 from everstep.cli.ls import STATUS_WORDS, look
-from everstep.errors import EverstepError, NewerFormatError
 
 if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
@@ -178,10 +177,9 @@ def check_base(
     if base.status == "condemned" and not base.is_usable:
         checked.note = "being deleted: it no longer counts"
         return checked
-    checked.damages += _record_damages(filesystem, base)
     if base.status == "incomplete":
         checked.note = f"unfinished ({base.problem}): it counts for nothing"
-    if base.status == "damaged" and not checked.damages:
+    if base.status == "damaged":
         checked.damages.append(Damage(str(base.path), None, base.problem or "damaged"))
     if base.manifest is not None:
         mine = base.manifest.markers[0].run == inventory.run
@@ -199,15 +197,12 @@ def check_base(
             )
         checked.entries = verdict.entries
         checked.size_bytes = verdict.size_bytes
-        # Damage to records is named one by one above; these are summaries and repetitions.
+        # Damage to redundant records is reported, but keeps nobody from the data.
         markers = {str(base.path / marker_name(item.rank)) for item in base.manifest.markers}
-        data = [
-            item
-            for item in verdict.damages
-            if item.problem != base.problem and item.path not in markers
-        ]
-        checked.usable = mine and not data
-        checked.damages += data if checked.damages else verdict.damages
+        checked.usable = mine and all(
+            item.problem == base.problem or item.path in markers for item in verdict.damages
+        )
+        checked.damages += verdict.damages
         if base.status == "complete":
             checked.note = "no manifest yet: resume() would roll it forward"
         if base.status == "condemned":
@@ -228,53 +223,6 @@ def _was_deleted(filesystem: FileSystem, inventory: Inventory, base: BaseFound) 
     # Deletion removes the manifest first: then the base is no longer committed.
     left = base.status == "committed" != now.status
     return left or (now.status == "condemned" and not now.is_usable)
-
-
-def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:
-    """Return damage to manifest and markers, also to redundant ones."""
-    from everstep.format.names import MANIFEST, marker_name, parse_marker
-    from everstep.format.reader import read_record_bytes
-    from everstep.format.records import Manifest, Marker
-    from everstep.run.verify import Damage
-
-    damages: list[Damage] = []
-    names = {file.name for file in base.files if file.kind == "file"}
-    vouched = {marker.rank: marker for marker in base.manifest.markers} if base.manifest else {}
-
-    def note(name: str, problem: str) -> None:
-        damages.append(Damage(str(base.path / name), None, problem))
-
-    def check(
-        name: str, kind: type[Manifest] | type[Marker], expected: Manifest | Marker | None
-    ) -> None:
-        path = base.path / name
-        try:
-            found = kind.decode(read_record_bytes(filesystem, path), path)
-        except NewerFormatError:
-            raise
-        except EverstepError as error:
-            note(name, error.message)
-        except OSError as error:
-            note(name, f"cannot be read: {error.strerror or error}")
-        else:
-            if (found.timeline, found.step) != (base.id.timeline, base.id.step):
-                note(name, "it is the record of another base")
-            elif expected is not None and found != expected:
-                note(name, "it contradicts the other records of this base")
-
-    for file in base.files:
-        if file.kind != "file":
-            note(file.name, f"is a {file.kind}: nothing that everstep writes")
-    if MANIFEST in names:
-        check(MANIFEST, Manifest, base.manifest)
-    for name in sorted(names):
-        rank = parse_marker(name)
-        if rank is not None:
-            check(name, Marker, vouched.get(rank))
-    for rank in vouched:
-        if marker_name(rank) not in names:
-            note(marker_name(rank), "the marker is missing")
-    return damages
 
 
 def _refuse_unusable(checked: Collection[Checked]) -> None:

@@ -8,9 +8,10 @@ contract (:mod:`everstep.testing.conformance`), with the faults in ``SURVIVED``.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,52 +27,43 @@ FaultKind = Literal[
     "unavailable",
     "timeout",
     "lost_answer",
-    "lost_put",
     "duplicate",
     "late_duplicate",
     "truncated",
     "expired",
     "stale_list",
-    "skewed_clock",
 ]
 """Kinds of faults:
 
 ``unavailable``     status 500: the operation is not done
 ``timeout``         no answer, the operation is not done
 ``lost_answer``     the operation is done, but the answer is lost
-``lost_put``        the operation is not done, but the answer reports success
 ``duplicate``       the request arrives twice
 ``late_duplicate``  the request arrives twice, the second time before the next operation
 ``truncated``       a read ends early
 ``expired``         the credentials have expired, until they are refreshed
-``stale_list``      a listing from before the last change
-``skewed_clock``    the times in listings are a day off
+``stale_list``      the listing that was returned before, or an empty one
 """
 
 SURVIVED: tuple[FaultKind, ...] = (
     "unavailable",
     "timeout",
     "lost_answer",
-    "lost_put",
     "duplicate",
     "late_duplicate",
     "truncated",
     "expired",
-    "skewed_clock",
 )
 """Faults that retries hide. A stale listing cannot be distinguished from a correct one: readers of
 listings must tolerate it."""
 
 _ON = {
     "lost_answer": ("put", "create", "delete"),
-    "lost_put": ("put", "create"),
     "duplicate": ("put", "create", "delete"),
     "late_duplicate": ("put", "create"),
     "truncated": ("read",),
     "stale_list": ("scan", "walk"),
-    "skewed_clock": ("scan", "walk"),
 }
-_DAY_S = 86_400.0
 _LASTING = 16  # operations in which credentials expire twice at most
 
 
@@ -113,7 +105,7 @@ class FaultyTier:
         self._lock = threading.RLock()
         self._expired = False
         self._late: list[tuple[str, str, bytes]] = []
-        self._before: list[Item] = []
+        self._listed: dict[tuple[str, str], list[Item]] = {}
         self.log: list[str] = []
 
     @classmethod
@@ -174,21 +166,20 @@ class FaultyTier:
             return _FaultyFile(self, name, self._inner.open(name))
 
     def scan(self, prefix: str = "") -> list[Item]:
-        with self._operation("scan", prefix) as kind:
-            if kind == "stale_list":
-                return _directly(self._before, prefix)
-            return _shown(kind, self._inner.scan(prefix))
+        return self._list("scan", prefix)
 
     def walk(self, prefix: str = "") -> list[Item]:
-        with self._operation("walk", prefix) as kind:
-            if kind == "stale_list":
-                under = f"{prefix}/" if prefix else ""
-                return [item for item in self._before if item.name.startswith(under)]
-            return _shown(kind, self._inner.walk(prefix))
+        return self._list("walk", prefix)
+
+    def _list(self, op: Literal["scan", "walk"], prefix: str) -> list[Item]:
+        with self._operation(op, prefix) as kind:
+            if kind != "stale_list":
+                found = self._inner.scan(prefix) if op == "scan" else self._inner.walk(prefix)
+                self._listed[op, prefix] = found
+            return self._listed.get((op, prefix), [])
 
     def delete(self, name: str) -> None:
         with self._operation("delete", name) as kind:
-            self._change()
             self._inner.delete(name)
             if kind == "duplicate":
                 self._inner.delete(name)
@@ -221,9 +212,6 @@ class FaultyTier:
             return got
 
     def _write(self, op: str, kind: FaultKind | None, name: str, data: bytes) -> bool:
-        self._change()
-        if kind == "lost_put":
-            return True
         done = self._apply(op, name, data)
         if kind == "duplicate":
             self._apply(op, name, data)
@@ -239,13 +227,11 @@ class FaultyTier:
         self._inner.put(name, MemoryFile([memoryview(data)]))
         return True
 
-    def _change(self) -> None:
-        """Keep the listing from before a change, for stale listings."""
-        if any(fault.kind == "stale_list" for fault in self._faults):
-            self._before = self._inner.walk()
-
-    def _operation(self, op: str, name: str) -> _Operation:
-        return _Operation(self, op, name)
+    @contextlib.contextmanager
+    def _operation(self, op: str, name: str) -> Iterator[FaultKind | None]:
+        """Run one operation at a time; raise, or return the fault that acts on it."""
+        with self._lock:
+            yield self.begin(op, name)
 
     def begin(self, op: str, name: str) -> FaultKind | None:
         """Return the fault that acts on the next operation; raise if it prevents the operation."""
@@ -296,26 +282,6 @@ class FaultyTier:
         )
 
 
-class _Operation:
-    """Lock around one operation: concurrent calls are numbered one by one."""
-
-    def __init__(self, tier: FaultyTier, op: str, name: str) -> None:
-        self._tier = tier
-        self._op = op
-        self._name = name
-
-    def __enter__(self) -> FaultKind | None:
-        self._tier._lock.acquire()
-        try:
-            return self._tier.begin(self._op, self._name)
-        except BaseException:
-            self._tier._lock.release()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self._tier._lock.release()
-
-
 class _FaultyFile:
     def __init__(self, tier: FaultyTier, name: str, file: ReadFile) -> None:
         self._tier = tier
@@ -331,19 +297,3 @@ class _FaultyFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _directly(items: Sequence[Item], prefix: str) -> list[Item]:
-    under = f"{prefix}/" if prefix else ""
-    found = {}
-    for item in items:
-        if item.name.startswith(under):
-            name = under + item.name[len(under) :].split("/")[0]
-            found[name] = item if name == item.name else Item(name, None)
-    return sorted(found.values())
-
-
-def _shown(kind: FaultKind | None, items: list[Item]) -> list[Item]:
-    if kind != "skewed_clock":
-        return items
-    return [replace(item, modified_s=item.modified_s - _DAY_S) for item in items]

@@ -7,27 +7,15 @@ A test that looks inside a Checkpointer, or stops it where no call does, goes th
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from pathlib import PurePath
-
-    from everstep.capture.lanes.lane import Lane
-    from everstep.capture.update_hooks import UpdateHooks
     from everstep.checkpointer import Checkpointer
-    from everstep.config.options import Options
     from everstep.format.header import ShardIdentity
-    from everstep.format.writer import ChunkRing
-    from everstep.link.channel import BackgroundChannel
     from everstep.link.save import Save
-    from everstep.state.training_state import State
     from everstep.trainer.attach.keeper import Keeper
-    from everstep.trainer.attach.keepers import Keepers
-    from everstep.trainer.base.saver import Saver
-    from everstep.trainer.budget.disk import Bounds
     from everstep.trainer.log.recorder import Recorder
     from everstep.trainer.multistep.driver import MultistepDriver
-    from everstep.trainer.session.cadence import Cadence
     from everstep.trainer.session.components import Components
     from everstep.trainer.session.replica_bases import ReplicaBases
     from everstep.trainer.session.start import RunStarter
@@ -47,27 +35,27 @@ def inspect(checkpointer: Checkpointer) -> Inspection:
 class Inspection:
     """Parts of one Checkpointer, and actions that only tests need.
 
-    A part that the method of the Checkpointer does not have is an error.
+    Components of the session are attributes
+    (:class:`~everstep.trainer.session.components.Components`). A part that the method of the
+    Checkpointer does not have is an error.
     """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._of = checkpointer
         self._session = checkpointer._session
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.components, name)
+
+    @property
+    def components(self) -> Components:
+        """All components."""
+        return self._session.parts
+
     @property
     def is_open(self) -> bool:
         """True until the Checkpointer is closed."""
         return self._session.is_open
-
-    @property
-    def options(self) -> Options:
-        """Validated options."""
-        return self._session.parts.options
-
-    @property
-    def run_id(self) -> str:
-        """Id of the run folder."""
-        return self._session.parts.run_id
 
     @property
     def timeline(self) -> int:
@@ -80,50 +68,10 @@ class Inspection:
         return self._session.at.identity()
 
     @property
-    def components(self) -> Components:
-        """All components."""
-        return self._session.parts
-
-    @property
-    def bounds(self) -> Bounds:
-        """Announced upper bounds."""
-        return self._session.parts.bounds
-
-    @property
-    def state(self) -> State:
-        """State that is saved."""
-        return self._session.parts.state
-
-    @property
-    def channel(self) -> BackgroundChannel:
-        """Channel of errors in the background."""
-        return self._session.parts.channel
-
-    @property
-    def lane(self) -> Lane:
-        """Lane that makes copies."""
-        return self._session.parts.lane
-
-    @property
-    def updates(self) -> UpdateHooks:
-        """Hooks on the optimizers."""
-        return self._session.parts.updates
-
-    @property
-    def keepers(self) -> Keepers:
-        """The keeper in service, and its replacement."""
-        return self._session.parts.keepers
-
-    @property
     def keeper(self) -> Keeper:
         """Keeper in service."""
         assert self._session.keeper is not None
         return self._session.keeper
-
-    @property
-    def saver(self) -> Saver:
-        """Saver that captures bases."""
-        return self._session.parts.saver
 
     def part(self, kind: type[_Part]) -> _Part:
         """Return the participant of a class."""
@@ -152,11 +100,6 @@ class Inspection:
         return self.part(ReplicaBases)
 
     @property
-    def cadence(self) -> Cadence:
-        """Decides when a base is due."""
-        return self._session.parts.cadence
-
-    @property
     def consensus(self) -> StepConsensus:
         """Decisions of all ranks at a step boundary."""
         return self._session.consensus
@@ -170,16 +113,6 @@ class Inspection:
     def starter(self) -> RunStarter:
         """Restores a state and opens timelines."""
         return self._session.starter
-
-    @property
-    def ring(self) -> ChunkRing:
-        """Memory for reads and writes of this process."""
-        return self._session.parts.ring
-
-    @property
-    def run(self) -> PurePath:
-        """Run folder."""
-        return self._session.parts.run
 
     @property
     def has_mixed_state(self) -> bool:

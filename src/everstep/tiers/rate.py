@@ -1,9 +1,8 @@
 """Limit the number of objects per hour: stores charge for requests and throttle frequent ones.
 
 A base is a handful of objects; a log that is written every step is the expensive part. So steps are
-batched into segments, and :func:`batch_steps_for` computes how many steps a segment needs to stay
-under a limit. :class:`ObjectRate` enforces the limit independently of that: it counts written
-objects and returns how long the next ones must wait.
+batched into segments (:func:`pace_s`). :class:`ObjectRate` enforces the limit independently of
+that: it counts written objects and returns how long the next ones must wait.
 
 The limit applies to a place, for all ranks of a job on all nodes together
 (``TierOptions.objects_per_hour``). Here one rank's equal share of it is counted.
@@ -11,7 +10,6 @@ The limit applies to a place, for all ranks of a job on all nodes together
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 
@@ -22,8 +20,6 @@ __all__ = [
     "HOUR_S",
     "SEGMENT_OBJECTS",
     "ObjectRate",
-    "batch_steps_for",
-    "objects_per_hour",
     "pace_s",
 ]
 
@@ -34,63 +30,6 @@ SEGMENT_OBJECTS = 2
 _LOG_SHARE = 0.75
 """Share of the limit for the log; the rest is for bases."""
 _LOOK_AGAIN_S = 1.0
-
-
-def objects_per_hour(
-    step_s: float,
-    *,
-    batch_steps: int | None,
-    base_steps: int,
-    writers: int = 1,
-    objects_per_base: int = 3,
-) -> float:
-    """Return the number of objects written per hour of training.
-
-    Args:
-        step_s: seconds per training step.
-        batch_steps: steps per log segment; None: there is no log.
-        base_steps: steps between two bases.
-        writers: ranks that write segments, each its own (TierCheck section 3.2 batches N steps per
-            node).
-        objects_per_base: objects of one base, of all ranks: shards, markers, and the manifest.
-    """
-    if step_s <= 0 or base_steps < 1 or (batch_steps is not None and batch_steps < 1):
-        raise OptionError(
-            "step_s, batch_steps and base_steps must be positive, not "
-            f"{step_s}, {batch_steps}, {base_steps}"
-        )
-    steps = HOUR_S / step_s
-    segments = 0.0 if batch_steps is None else steps / batch_steps * writers
-    return segments * SEGMENT_OBJECTS + steps / base_steps * objects_per_base
-
-
-def batch_steps_for(
-    cap_per_hour: float,
-    step_s: float,
-    *,
-    base_steps: int,
-    writers: int = 1,
-    objects_per_base: int = 3,
-) -> int:
-    """Return the fewest steps per segment that keep the objects per hour within ``cap_per_hour``.
-
-    Raises:
-        InfeasibleError: bases alone exceed it; ``needed`` is the fewest steps between bases.
-    """
-    bases = objects_per_hour(
-        step_s, batch_steps=None, base_steps=base_steps, objects_per_base=objects_per_base
-    )
-    left = cap_per_hour - bases
-    steps = HOUR_S / step_s
-    if left <= 0:
-        needed = math.floor(steps * objects_per_base / cap_per_hour) + 1 if cap_per_hour > 0 else 0
-        raise InfeasibleError(
-            f"bases alone take {bases:.0f} objects per hour, the limit is {cap_per_hour:g}",
-            quantity="steps between bases",
-            needed=needed,
-            hint=f"take a base every {needed} steps or less often, or raise the limit",
-        )
-    return max(1, math.ceil(steps * writers * SEGMENT_OBJECTS / left))
 
 
 def pace_s(cap_per_hour: int | None) -> float:

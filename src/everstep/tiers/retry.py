@@ -3,9 +3,7 @@
 Every operation of the contract may be repeated (see :mod:`.contract`), so one rule covers all.
 After :class:`UnreachableError`, wait a little, longer each time and with jitter so that clients do
 not retry at the same moment, until the attempts or the time are used up. After refused credentials,
-obtain new ones from their source. A put counts only if the object then has the expected size: some
-proxies reply for a store that never received it. (Concurrent writers of one name, which everstep
-does not have, must therefore write equally many bytes.)
+obtain new ones from their source.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from everstep.errors import (
 from everstep.seams.clock import Clock, SystemClock
 from everstep.seams.files.filesystem import ReadFile
 from everstep.tiers.contract import Item, Tier, Traits
-from everstep.tiers.streams import read_whole
 
 __all__ = ["RetryPolicy", "RetryingTier"]
 
@@ -100,29 +97,14 @@ class RetryingTier:
         return self._inner.url
 
     def put(self, name: str, source: ReadFile) -> None:
-        for _ in range(self._policy.attempts):
-            self._try(f"write {name}", name, lambda: self._inner.put(name, source))
-            # A proxy may report success for a store that never received the object.
-            there = self._contents(name, at_most_bytes=0)
-            if there is not None and there[0] == source.size_bytes:
-                return
-            self.retried += 1
-        raise self._not_there(f"write {name}", name, there)
+        self._try(f"write {name}", name, lambda: self._inner.put(name, source))
 
     def create(self, name: str, data: bytes) -> bool:
-        for _ in range(self._policy.attempts):
-            if not self._try(f"create {name}", name, lambda: self._inner.create(name, data)):
-                return False
-            # Compared even after a success: the store may never have received it, and may have
-            # received another writer's object since.
-            there = self._contents(name, at_most_bytes=len(data))
-            if there is not None:
-                return there == (len(data), data)
-            self.retried += 1
-        raise self._not_there(f"create {name}", name, there)
+        return self._try(f"create {name}", name, lambda: self._inner.create(name, data))
 
     def open(self, name: str) -> ReadFile:
-        return _RetryingFile(self, name, self._try(f"open {name}", name, self._opener(name)))
+        file = self._try(f"open {name}", name, lambda: self._inner.open(name))
+        return _RetryingFile(self, name, file)
 
     def scan(self, prefix: str = "") -> list[Item]:
         return self._try("list", prefix, lambda: self._inner.scan(prefix))
@@ -171,32 +153,6 @@ class RetryingTier:
             path=f"{self.url}/{name}" if name else self.url,
             hint=error.hint,
         ) from None
-
-    def _contents(self, name: str, at_most_bytes: int) -> tuple[int, bytes] | None:
-        """Return an object's size and, if it is not too large, its bytes; None: it does not
-        exist.
-        """
-        try:
-            file = self.open(name)
-        except FileNotFoundError:
-            return None
-        try:
-            size_bytes = file.size_bytes
-            return size_bytes, read_whole(file, name) if size_bytes <= at_most_bytes else b""
-        finally:
-            file.close()
-
-    def _not_there(self, what: str, name: str, there: tuple[int, bytes] | None) -> UnreachableError:
-        found = "it does not exist" if there is None else f"it has {there[0]} bytes"
-        return UnreachableError(
-            f"could not {what}: the store reported success repeatedly, but {found}",
-            tier=self.traits.kind,
-            path=f"{self.url}/{name}",
-            hint="check the store, and proxies in between",
-        )
-
-    def _opener(self, name: str) -> Callable[[], ReadFile]:
-        return lambda: self._inner.open(name)
 
     def _try(self, what: str, name: str, operation: Callable[[], _T]) -> _T:
         began_s = self._clock.monotonic_s()

@@ -10,12 +10,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import ReadFile
-from everstep.tiers.contract import Item, Tier, Traits
+from everstep.tiers.contract import Tier
 
 __all__ = ["WatchedTier"]
+
+_WORDS = {
+    "create": "writing",
+    "open": "opening",
+    "scan": "listing",
+    "walk": "listing",
+    "delete": "deleting",
+    "sweep": "cleaning up",
+    "check": "reading",
+}
 
 
 class WatchedTier:
@@ -44,51 +55,21 @@ class WatchedTier:
         call, progress_s = min(calls, key=lambda call: call[1], default=("", now_s))
         return (call, now_s - progress_s) if now_s - progress_s >= after_s > 0 else None
 
-    @property
-    def traits(self) -> Traits:
-        return self._tier.traits
-
-    @property
-    def url(self) -> str:
-        return self._tier.url
-
     def put(self, name: str, source: ReadFile) -> None:
         with self._tracked(f"writing {name}") as progress:
             self._tier.put(name, _WatchedSource(source, progress))
 
-    def create(self, name: str, data: bytes) -> bool:
-        with self._tracked(f"writing {name}"):
-            return self._tier.create(name, data)
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._tier, name)
+        if name not in _WORDS:
+            return operation
 
-    def open(self, name: str) -> ReadFile:
-        with self._tracked(f"opening {name}"):
-            return self._tier.open(name)
+        def tracked(*args: Any) -> Any:
+            place = args[0] if args else ""
+            with self._tracked(f"{_WORDS[name]} {place or 'it'}"):
+                return operation(*args)
 
-    def scan(self, prefix: str = "") -> list[Item]:
-        with self._tracked(f"listing {prefix or 'it'}"):
-            return self._tier.scan(prefix)
-
-    def walk(self, prefix: str = "") -> list[Item]:
-        with self._tracked(f"listing {prefix or 'it'}"):
-            return self._tier.walk(prefix)
-
-    def delete(self, name: str) -> None:
-        with self._tracked(f"deleting {name}"):
-            self._tier.delete(name)
-
-    def sweep(self, prefix: str) -> None:
-        with self._tracked(f"cleaning up {prefix}"):
-            self._tier.sweep(prefix)
-
-    def check(self) -> None:
-        with self._tracked("reading it"):
-            self._tier.check()
-
-    def refresh(self) -> None:
-        self._tier.refresh()
-
-    def close(self) -> None:
-        self._tier.close()
+        return tracked
 
     @contextlib.contextmanager
     def _tracked(self, description: str) -> Iterator[Callable[[], None]]:

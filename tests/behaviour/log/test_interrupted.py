@@ -32,7 +32,7 @@ def test_memory_is_given_back_once(what: str, before: bool, run_folder: Path) ->
         if hit and before:
             armed.pop()
             raise KeyboardInterrupt
-        future = run(job)
+        future: Future[None] = run(job)
         if hit:
             armed.pop()
             raise KeyboardInterrupt

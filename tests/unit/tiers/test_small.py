@@ -22,7 +22,7 @@ from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import TierOptions
-from everstep.tiers.rate import HOUR_S, ObjectRate, batch_steps_for, objects_per_hour
+from everstep.tiers.rate import HOUR_S, ObjectRate
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from everstep.tiers.urls import UrlPath, is_url
 from tests.crash.sim.faults import Fault
@@ -58,32 +58,6 @@ def test_what_is_a_url(text: str, url: bool) -> None:
 
 
 # --- Caps -------------------------------------------------------------------------------
-
-
-def test_objects_of_an_hour() -> None:
-    """By hand: 3600 steps, a segment of 5 of each of 2 ranks, a base every 100."""
-    found = objects_per_hour(1.0, batch_steps=5, base_steps=100, writers=2)
-    assert found == 3600 / 5 * 2 * 2 + 36 * 3
-    assert objects_per_hour(0.5, batch_steps=None, base_steps=100) == 72 * 3
-
-
-@pytest.mark.parametrize("cap", [200, 500, 1000, 7500, 20_000])
-@pytest.mark.parametrize("writers", [1, 4])
-def test_a_batch_is_as_small_as_the_cap_lets_it_be(cap: int, writers: int) -> None:
-    steps = batch_steps_for(cap, 1.0, base_steps=100, writers=writers)
-    assert objects_per_hour(1.0, batch_steps=steps, base_steps=100, writers=writers) <= cap
-    if steps > 1:
-        more = objects_per_hour(1.0, batch_steps=steps - 1, base_steps=100, writers=writers)
-        assert more > cap
-
-
-@pytest.mark.parametrize("cap", [1, 100, 108])
-def test_a_cap_that_bases_alone_use_up(cap: int) -> None:
-    with pytest.raises(InfeasibleError) as caught:
-        batch_steps_for(cap, 1.0, base_steps=100)
-    needed = int(caught.value.needed)
-    assert batch_steps_for(cap, 1.0, base_steps=needed) >= 1
-    assert needed <= 100 or objects_per_hour(1.0, batch_steps=None, base_steps=needed - 1) >= cap
 
 
 def test_no_hour_has_more_than_the_cap() -> None:
@@ -196,22 +170,6 @@ def test_what_is_refused_for_good_is_not_tried_for_ever() -> None:
     with pytest.raises(PermissionDeniedError):
         RetryingTier(inner, pause=lambda seconds: False).open("x")
     assert (inner.asked, inner.refreshed) == (3, 2)
-
-
-def test_a_store_that_lies_about_every_put_is_found_out() -> None:
-    faulty = FaultyTier(MemoryTier(), [TierFault("lost_put", count=FOREVER)])
-    tier = RetryingTier(faulty, pause=lambda seconds: False)
-    with pytest.raises(UnreachableError, match="it does not exist"):
-        tier.put("x", source(b"x"))
-    with pytest.raises(UnreachableError, match="it does not exist"):
-        tier.create("x", b"x")
-
-
-def test_a_put_is_not_sent_again_because_looking_at_it_failed() -> None:
-    faulty = FaultyTier(MemoryTier(), [TierFault("unavailable", at=2, count=3)])
-    tier = RetryingTier(faulty, pause=lambda seconds: False)
-    tier.put("x", source(b"x"))
-    assert [line.split()[1] for line in faulty.log] == ["put", "open", "open", "open", "open"]
 
 
 def test_policies_that_cannot_be() -> None:

@@ -20,7 +20,7 @@ from everstep.keeper.log.disk_space import LogSpace
 from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.stalls import ObservedFileSystem
+from everstep.seams.files.stalls import observed
 from everstep.seams.progress import silent
 from everstep.state.layout.shards import Body
 from everstep.tiers.durable_files import (
@@ -74,7 +74,7 @@ class SegmentWriter:
         space: LogSpace | None = None,
     ) -> None:
         self.moves = 0
-        self._filesystem = ObservedFileSystem(seams.filesystem, self._moved)
+        self._filesystem = observed(seams.filesystem, self._moved)
         self._space = space
         self.now_s = seams.clock.monotonic_s
         self._run = run

@@ -25,7 +25,7 @@ from everstep.link.channel import BackgroundChannel, WatchedProgress
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.save import Save, complete, fail
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.stalls import ObservedFileSystem
+from everstep.seams.files.stalls import observed
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import Counted, ProgressSink
 from everstep.state.layout.shards import Body
@@ -69,8 +69,8 @@ class BaseWriter:
         self._written = Counted()
         # Every disk operation of bases and retention is counted, so that slow storage is not taken
         # for hung.
-        observed = ObservedFileSystem(timeline.seams.filesystem, self._operation_done)
-        seams = dataclasses.replace(timeline.seams, filesystem=observed)
+        watched = observed(timeline.seams.filesystem, self._operation_done)
+        seams = dataclasses.replace(timeline.seams, filesystem=watched)
         self._timeline = dataclasses.replace(timeline, seams=seams)
         self._channel = channel
         self._arena = arena

@@ -24,7 +24,7 @@ from everstep.keeper.ship.place import CopyPlace
 from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
 from everstep.link.keeper_stats import KeeperStats
 from everstep.seams import Seams
-from everstep.seams.files.stalls import ObservedFileSystem
+from everstep.seams.files.stalls import observed
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate, pace_s
 from everstep.tiers.urls import open_tier
@@ -95,7 +95,7 @@ class Couriers:
     def _open(self, number: int, options: TierOptions, log: LogStore) -> None:
         clock = self._seams.clock
         # Completed operations on the directory count as progress of its courier.
-        files = ObservedFileSystem(self._seams.filesystem, partial(self._on_operation, number))
+        files = observed(self._seams.filesystem, partial(self._on_operation, number))
         try:
             opened = open_tier(options.where, files, clock=clock)
         except EverstepError as error:

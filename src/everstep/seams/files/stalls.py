@@ -10,17 +10,15 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from pathlib import PurePath
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, cast
 
 from everstep.seams.clock import RunningTime
-from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["ObservedFileSystem", "StallTimer", "wait_while_active"]
+__all__ = ["StallTimer", "observed", "wait_while_active"]
 
 _LOOK_AGAIN_S = 0.2
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_OPENING = ("create", "reuse", "open")
 
 
 class StallTimer:
@@ -62,7 +60,6 @@ def wait_while_active(
     timeout_s: float,
     moves: Callable[[], object],
     *,
-    now_s: Callable[[], float] | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> bool:
     """Wait until ``future`` is done, as long as there is progress.
@@ -71,14 +68,13 @@ def wait_while_active(
         future: result to wait for.
         timeout_s: maximum time without progress.
         moves: returns a value that changes with any progress.
-        now_s: see :class:`StallTimer`.
         alive: called at each check before the timeout.
 
     Returns:
         True if the future is done, with a result or an exception; False if nothing has progressed
             for ``timeout_s``.
     """
-    still = StallTimer(timeout_s, now_s)
+    still = StallTimer(timeout_s)
     still.for_s(moves())
     while not future.done():
         with contextlib.suppress(FutureTimeout, CancelledError):
@@ -89,98 +85,35 @@ def wait_while_active(
     return True
 
 
-class ObservedFileSystem:
-    """Forward all operations to a file system and report each that has returned.
+def observed(filesystem: FileSystem, moved: Callable[[], None]) -> FileSystem:
+    """Return a file system that forwards all operations and reports each that has returned.
 
     Args:
         filesystem: performs the operations.
         moved: called after each operation, in the thread that called it.
     """
+    return cast("FileSystem", _Observed(filesystem, moved))
 
-    def __init__(self, filesystem: FileSystem, moved: Callable[[], None]) -> None:
-        self._inner = filesystem
+
+class _Observed:
+    """A file system, or a file that it has opened."""
+
+    def __init__(self, inner: Any, moved: Callable[[], None]) -> None:
+        self._inner = inner
         self._moved = moved
 
-    def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
-        return _ObservedWriteFile(self._do(self._inner.create, path, direct=direct), self._moved)
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._inner, name)
+        if not callable(operation):
+            return operation
 
-    def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
-        file = self._do(self._inner.reuse, path, direct=direct)
-        return None if file is None else _ObservedWriteFile(file, self._moved)
+        def observed_operation(*args: Any, **named: Any) -> Any:
+            try:
+                found = operation(*args, **named)
+            # A failed operation has returned as well.
+            finally:
+                self._moved()
+            opened = name in _OPENING and found is not None
+            return _Observed(found, self._moved) if opened else found
 
-    def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
-        return _ObservedReadFile(self._do(self._inner.open, path, direct=direct), self._moved)
-
-    def rename(self, source: PurePath, target: PurePath) -> None:
-        self._do(self._inner.rename, source, target)
-
-    def link(self, source: PurePath, target: PurePath) -> None:
-        self._do(self._inner.link, source, target)
-
-    def unlink(self, path: PurePath) -> None:
-        self._do(self._inner.unlink, path)
-
-    def make_dir(self, path: PurePath) -> None:
-        self._do(self._inner.make_dir, path)
-
-    def remove_dir(self, path: PurePath) -> None:
-        self._do(self._inner.remove_dir, path)
-
-    def sync_dir(self, path: PurePath) -> None:
-        self._do(self._inner.sync_dir, path)
-
-    def scan(self, path: PurePath) -> list[DirEntry]:
-        return self._do(self._inner.scan, path)
-
-    def free_bytes(self, path: PurePath) -> int:
-        return self._do(self._inner.free_bytes, path)
-
-    def _do(self, function: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> _T:
-        return _observed(self._moved, function, *args, **named)
-
-
-class _ObservedWriteFile:
-    def __init__(self, file: WriteFile, moved: Callable[[], None]) -> None:
-        self._file = file
-        self._moved = moved
-
-    def write(self, data: memoryview, offset: int) -> None:
-        _observed(self._moved, self._file.write, data, offset)
-
-    def reserve(self, size_bytes: int) -> None:
-        _observed(self._moved, self._file.reserve, size_bytes)
-
-    def truncate(self, size_bytes: int) -> None:
-        _observed(self._moved, self._file.truncate, size_bytes)
-
-    def sync(self) -> None:
-        _observed(self._moved, self._file.sync)
-
-    def close(self) -> None:
-        _observed(self._moved, self._file.close)
-
-
-class _ObservedReadFile:
-    def __init__(self, file: ReadFile, moved: Callable[[], None]) -> None:
-        self._file = file
-        self._moved = moved
-
-    @property
-    def size_bytes(self) -> int:
-        return self._file.size_bytes
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        return _observed(self._moved, self._file.read_into, buffer, offset)
-
-    def close(self) -> None:
-        _observed(self._moved, self._file.close)
-
-
-def _observed(
-    moved: Callable[[], None], function: Callable[_P, _T], *args: _P.args, **named: _P.kwargs
-) -> _T:
-    try:
-        return function(*args, **named)
-    # A failed operation has returned as well.
-    finally:
-        moved()
+        return observed_operation
