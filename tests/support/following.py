@@ -14,7 +14,7 @@ from torch import nn
 import everstep
 from everstep.commit.lineage import BaseId
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.complete import Reads
+from everstep.restore.load.load import Reads
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.state import OfflineState
 from everstep.run.scan import scan_run

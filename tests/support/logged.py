@@ -28,7 +28,7 @@ from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.keeper.persist.committer import commit_base
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.options import LogOptions
-from everstep.restore.offline.complete import Reads
+from everstep.restore.load.load import Reads
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.rebuild import Rebuilder
 from everstep.restore.offline.run_log import RunLog

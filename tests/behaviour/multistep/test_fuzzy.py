@@ -16,7 +16,6 @@ import everstep
 from everstep.errors import OptionError, ReplayError
 from everstep.restore.offline.complete import complete_live_base
 from everstep.seams import Seams
-from everstep.seams.progress import silent
 from everstep.testing import inspect
 from tests.support.following import Odd, opened, run_steps, steps_on_disk
 from tests.support.log.late import LateLane
@@ -251,4 +250,4 @@ def test_no_base_is_made_whole_over_other_ties() -> None:
     loaded: Any = SimpleNamespace(mismatches=(), tied=("a, b were one tensor",))
     rest: list[Any] = [None, None, None]
     with pytest.raises(ReplayError, match=r"tied as they were: a, b.*\n.*same tied weights"):
-        complete_live_base(opened_base, loaded, *rest, timeout_s=1.0, progress=silent)
+        complete_live_base(opened_base, loaded, *rest)

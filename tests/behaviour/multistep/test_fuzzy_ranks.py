@@ -19,12 +19,10 @@ from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.rank_offers import verify_rank
-from everstep.restore.load.load import LoadedBase, check_contents, load_ranks
-from everstep.restore.offline.complete import Reads
+from everstep.restore.load.load import LoadedBase, Reads, check_contents, load_ranks
 from everstep.restore.offline.load import load_job
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
-from everstep.seams.progress import silent
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
@@ -176,8 +174,8 @@ def test_files_in_memory_are_made_whole_like_those_on_disk(tmp_path: Path, ring:
     try:
         with as_rank(1, 2) as info:
             values = build("ddp", info, 9)
-            about: dict[str, Any] = {"strict": True, "timeout_s": TIMEOUT_S, "progress": silent}
-            load_ranks(opened, State(values, ranks=info), ring, complete=whole(ring), **about)
+            state = State(values, ranks=info)
+            load_ranks(opened, state, Reads(ring, TIMEOUT_S), strict=True, complete=whole(ring))
             assert differing(values, trained_to_last("ddp", info)) == []
     finally:
         for one in opened:

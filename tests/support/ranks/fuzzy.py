@@ -21,7 +21,7 @@ from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.link.recordable import Layouts, state_digest
-from everstep.restore.load.load import CompleteRank
+from everstep.restore.load.load import CompleteRank, Reads
 from everstep.restore.offline.rank_files import complete_rank_files
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
@@ -53,9 +53,7 @@ Seen = Callable[[int, dict[str, int]], dict[str, int]]
 
 def whole(ring: ChunkRing, trained: TimelineRecord | None = TRAINED) -> CompleteRank:
     """As whoever restores makes files whole."""
-    return partial(
-        complete_rank_files, ring=ring, trained=trained, timeout_s=TIMEOUT_S, progress=silent
-    )
+    return partial(complete_rank_files, reads=Reads(ring, TIMEOUT_S), trained=trained)
 
 
 def trained_to_last(layout: str, info: RankInfo) -> Values:

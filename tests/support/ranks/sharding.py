@@ -35,7 +35,7 @@ from everstep.format.records import (
 )
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.shard_writer import ShardWriter
-from everstep.restore.load.load import LoadedBase, load_ranks
+from everstep.restore.load.load import LoadedBase, Reads, load_ranks
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
@@ -251,10 +251,8 @@ def load(base: BaseFound, state: State, ring: ChunkRing, **given: Any) -> Loaded
         return load_ranks(
             opened,
             state,
-            ring,
+            Reads(ring, TIMEOUT_S),
             strict=given.pop("strict", True),
-            timeout_s=TIMEOUT_S,
-            progress=silent,
             **given,
         )
 

@@ -535,7 +535,6 @@ def test_the_nearest_record_is_read_and_a_lossy_one_only_alone() -> None:
         assert len(both.reader(files, ring, 20.0).records_of(1, 3)) == 2
     finally:
         reader.close()
-        both.close()
         ring.close()
 
 

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.log import record_digest
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.complete import Reads
+from everstep.restore.load.load import Reads
 from everstep.restore.offline.job_state import JobState, rank_entry_name
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.state import OfflineState

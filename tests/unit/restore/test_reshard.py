@@ -23,9 +23,8 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.format.writer import ChunkRing
-from everstep.restore.load.load import check_contents
+from everstep.restore.load.load import Reads, check_contents
 from everstep.restore.load.saved_ranks import needs_of
-from everstep.restore.offline.complete import Reads
 from everstep.restore.offline.load import load_job
 from everstep.seams import PosixFileSystem
 from everstep.state.layout.names import OBJECT_PREFIX

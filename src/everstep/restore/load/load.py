@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from everstep.errors import FormatError, MismatchError
@@ -27,19 +26,18 @@ from everstep.restore.load.saved_ranks import (
     read_object,
 )
 from everstep.restore.load.targets import (
-    FiniteCheck,
     Targets,
     overlapping_entries,
     restrided,
     shared_memory_error,
     tie_changes,
 )
-from everstep.run.open_base import OpenBase, open_ranks
+from everstep.run.open_base import OpenBase, Opened, open_ranks
 from everstep.run.scan import BaseFound
 from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.progress import ProgressSink
+from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.placement import Box
@@ -54,15 +52,55 @@ __all__ = [
     "CompleteRank",
     "CompletedRank",
     "LoadedBase",
+    "Reads",
     "check_contents",
     "compare_ranks",
     "contents",
-    "load_base",
     "load_ranks",
     "rank_contents",
     "sections_left_out",
     "sections_of_base",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Buffers, timeout and progress of reading files.
+
+    Attributes:
+        ring: buffers for reading.
+        timeout_s: a read that takes longer counts as hung.
+        progress: notified of bytes read.
+    """
+
+    ring: ChunkRing
+    timeout_s: float
+    progress: ProgressSink = silent
+
+    def body(
+        self,
+        shard: Opened,
+        *,
+        sink: Callable[[int, memoryview], None],
+        wanted: Sequence[int] | None = None,
+        on_entry: Callable[[int], None] | None = None,
+        ahead: ReadsAhead | None = None,
+    ) -> None:
+        """Read the body of an opened file; see :func:`.reader.read_body`."""
+        file, record, header, path = shard
+        read_body(
+            file,
+            header,
+            record,
+            path,
+            self.ring,
+            timeout_s=self.timeout_s,
+            progress=self.progress,
+            sink=sink,
+            wanted=wanted,
+            on_entry=on_entry,
+            reads=ahead,
+        )
 
 
 class CompletedRank(Protocol):
@@ -117,7 +155,6 @@ class LoadedBase:
         redone: number of updates replayed to bring all parts to the step of the base
             (:mod:`everstep.restore.offline.complete`).
         rank_bytes: bytes read from the files of each rank.
-        finite: names of parameters found finite while they were read.
         layout: distribution of the tensors over the ranks that saved the base; only if it is
             another one than now.
         restrided: names of tensors whose strides differ from those when they were saved.
@@ -134,7 +171,6 @@ class LoadedBase:
     shape: str = ""
     redone: int = 0
     rank_bytes: Mapping[int, int] = field(default_factory=dict)
-    finite: frozenset[str] = frozenset()
     layout: SavedLayout | None = None
     restrided: frozenset[str] = frozenset()
     tied: tuple[str, ...] = ()
@@ -221,36 +257,12 @@ def sections_of_base(filesystem: FileSystem, base: BaseFound) -> frozenset[str]:
     return frozenset(n.removeprefix(OBJECT_PREFIX) for n in names if n.startswith(OBJECT_PREFIX))
 
 
-def load_base(
-    opened: OpenBase,
-    state: State,
-    ring: ChunkRing,
-    *,
-    strict: bool,
-    timeout_s: float,
-    progress: ProgressSink,
-    on_touch: Callable[[], None] = lambda: None,
-) -> LoadedBase:
-    """Load a base that was saved by one rank; see :func:`load_ranks`."""
-    return load_ranks(
-        [opened],
-        state,
-        ring,
-        strict=strict,
-        timeout_s=timeout_s,
-        progress=progress,
-        on_touch=on_touch,
-    )
-
-
 def load_ranks(
     opened: Sequence[OpenBase],
     state: State,
-    ring: ChunkRing,
+    reads: Reads,
     *,
     strict: bool,
-    timeout_s: float,
-    progress: ProgressSink,
     on_touch: Callable[[], None] = lambda: None,
     partly: bool = False,
     complete: CompleteRank | None = None,
@@ -263,6 +275,7 @@ def load_ranks(
 
     Args:
         opened: files of all ranks that saved the base, or of those that are needed.
+        reads: how to read.
         strict: refuse any difference in names, shapes or dtypes; otherwise load the rest.
         on_touch: called once, just before the first byte of live state is overwritten.
         partly: files of other ranks, perhaps of this one, are missing; tensors that those ranks
@@ -285,18 +298,10 @@ def load_ranks(
         )
     saved = SavedRanks(opened, contents(opened[0])[0] if single_rank else None, partly=partly)
     ahead = () if with_redo and complete is not None else opened
-    with _read_ahead(ahead, ring, timeout_s) as reads:  # while the rest is planned
+    with _read_ahead(ahead, reads) as started:  # while the rest is planned
+        planned = _plan(saved, opened, state, strict, complete)
         return _load(
-            saved,
-            opened,
-            state,
-            ring,
-            strict=strict,
-            timeout_s=timeout_s,
-            progress=progress,
-            on_touch=on_touch,
-            reads=reads,
-            complete=complete,
+            saved, opened, state, reads, planned, on_touch, started, complete, strict=strict
         )
 
 
@@ -320,7 +325,7 @@ def compare_ranks(
 
 
 def _read_ahead(
-    opened: Sequence[OpenBase], ring: ChunkRing, timeout_s: float
+    opened: Sequence[OpenBase], reads: Reads
 ) -> contextlib.AbstractContextManager[ReadsAhead | None]:
     """Start reading the first file of a base of one rank, which is read completely in any case.
 
@@ -331,25 +336,23 @@ def _read_ahead(
     file, record, header, path = opened[0].shards[0]
     if record.length > memory_available_bytes():
         return contextlib.nullcontext()
-    reads = ReadsAhead(file, header, record, path, ring, timeout_s=timeout_s)
-    reads.start()
-    return reads
+    ahead = ReadsAhead(file, header, record, path, reads.ring, timeout_s=reads.timeout_s)
+    ahead.start()
+    return ahead
 
 
 def _load(
     saved: SavedRanks,
     opened: Sequence[OpenBase],
     state: State,
-    ring: ChunkRing,
+    reads: Reads,
+    planned: _Planned,
+    on_touch: Callable[[], None],
+    ahead: ReadsAhead | None,
+    complete: CompleteRank | None,
     *,
     strict: bool,
-    timeout_s: float,
-    progress: ProgressSink,
-    on_touch: Callable[[], None],
-    reads: ReadsAhead | None,
-    complete: CompleteRank | None,
 ) -> LoadedBase:
-    planned = _plan(saved, opened, state, strict, complete)
     view = planned.view
     plans = planned.plans
     with_redo = planned.with_redo
@@ -358,13 +361,12 @@ def _load(
     memory = targets.memory.items()
     asked = ((name, view.pieces[name], box, host_bytes(tensor)) for name, (tensor, box) in memory)
     wanted = fills_by_file(saved, asked)
-    looks = FiniteCheck.of(state, targets, view)
     # From here on live state is overwritten: everything that can be refused was refused above.
     on_touch()
     made = _Completed()
     if complete is not None:
         made.read(saved, with_redo, wanted, complete)
-    rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress, looks, reads, made)
+    rank_bytes, entries = _read(saved, wanted, reads, ahead, made)
     tensors = targets.finish()
     for name, expected in shared.items():
         flat = local_tensor(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
@@ -404,7 +406,6 @@ def _load(
         shape,
         made.updates,
         rank_bytes=rank_bytes,
-        finite=frozenset(looks.finite),
         layout=layout,
         restrided=restrided(view, tensors),
         tied=tied,
@@ -536,10 +537,7 @@ class _Completed:
 def _read(
     saved: SavedRanks,
     wanted: Mapping[int, Sequence[Fill]],
-    ring: ChunkRing,
-    timeout_s: float,
-    progress: ProgressSink,
-    looks: FiniteCheck,
+    reads: Reads,
     ahead: ReadsAhead | None,
     made: _Completed,
 ) -> tuple[dict[int, int], int]:
@@ -553,30 +551,20 @@ def _read(
     """
     entries = made.entries
     rank_bytes = made.rank_bytes
-    for number, (file, record, header, path) in enumerate(saved.files):
+    for number, shard in enumerate(saved.files):
         if number in made.numbers:
             continue
-        reads = PieceReads(header, wanted.get(number, ()), partial(looks.received, number))
+        _, record, header, _ = shard
+        pieces = PieceReads(header, wanted.get(number, ()))
         entire_file = saved.world == 1
-
-        def entry_done(index: int, number: int = number, reads: PieceReads = reads) -> None:
-            reads.entry_done(index)
-            looks.entry_done(number, index)
-
-        read_body(
-            file,
-            header,
-            record,
-            path,
-            ring,
-            timeout_s=timeout_s,
-            progress=progress,
-            sink=reads.sink,
-            wanted=None if entire_file else reads.wanted,
-            on_entry=entry_done,
-            reads=None if number else ahead,
+        reads.body(
+            shard,
+            sink=pieces.sink,
+            wanted=None if entire_file else pieces.wanted,
+            on_entry=pieces.entry_done,
+            ahead=None if number else ahead,
         )
-        places = header.placed if entire_file else [header.placed[index] for index in reads.wanted]
+        places = header.placed if entire_file else [header.placed[index] for index in pieces.wanted]
         entries += len(places)
         size_bytes = record.length if entire_file else sum(p.end - p.begin for p in places)
         writer = header.identity.rank

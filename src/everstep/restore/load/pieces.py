@@ -7,7 +7,7 @@ and the rest is dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,18 +108,10 @@ class PieceReads:
 
     Args:
         fills: copies from pieces of this file.
-        received: called with the entry index and the bytes that arrived, while they are in the CPU
-            cache.
     """
 
-    def __init__(
-        self,
-        header: ShardHeader,
-        fills: Sequence[Fill],
-        received: Callable[[int, memoryview], None] = lambda index, data: None,
-    ) -> None:
+    def __init__(self, header: ShardHeader, fills: Sequence[Fill]) -> None:
         self._placed = header.placed
-        self._received = received
         self._fills: dict[int, list[Fill]] = {}
         for fill in fills:
             self._fills.setdefault(fill.piece.index, []).append(fill)
@@ -137,7 +129,6 @@ class PieceReads:
             index = self._index[place.begin]
             data = piece[start - begin : stop - begin]
             self._put(index, start - place.begin, data, place.end - place.begin)
-            self._received(index, data)
 
     def entry_done(self, index: int) -> None:
         """Finish an entry that has arrived completely and was verified."""

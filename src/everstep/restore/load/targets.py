@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from everstep.errors import FormatError, MismatchError, RecoveryError
-from everstep.restore.load.nonfinite import are_finite, optimized
 from everstep.restore.load.saved_ranks import View
 from everstep.run.tensors import copy_into, with_strides
 from everstep.seams.machine import memory_available_bytes
@@ -36,7 +35,6 @@ from everstep.state.values.tensors import (
 from everstep.state.values.tree import join, references
 
 __all__ = [
-    "FiniteCheck",
     "Targets",
     "box_here",
     "overlap_conflicts",
@@ -159,47 +157,6 @@ def _separate_memory(
 def _memory(tensor: torch.Tensor) -> tuple[str, int]:
     local = local_tensor(tensor)
     return str(local.device), local.data_ptr()
-
-
-@dataclass(frozen=True, slots=True)
-class FiniteCheck:
-    """Check of parameters for NaN and infinity while their bytes are in the CPU cache.
-
-    Attributes:
-        live: name and dtype of parameters that are filled by a single piece, by file number and
-            entry index.
-        finite: names of parameters that are finite.
-        nonfinite: names of parameters that are not.
-    """
-
-    live: Mapping[tuple[int, int], tuple[str, str]]
-    finite: set[str] = field(default_factory=set)
-    nonfinite: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, state: State, targets: Targets, view: View) -> FiniteCheck:
-        """Find the parameters whose bytes arrive as one piece in their own memory."""
-        live: dict[tuple[int, int], tuple[str, str]] = {}
-        held = ((name, local_tensor(parameter)) for name, parameter in optimized(state))
-        names = {here.data_ptr(): (name, here.numel()) for name, here in held}
-        for entry, (memory, _) in targets.memory.items():
-            pieces = view.pieces[entry]
-            name, size = names.get(memory.data_ptr(), ("", 0))
-            if size == memory.numel() and len(pieces) == 1:  # filled by one piece
-                live[pieces[0].file, pieces[0].index] = name, pieces[0].entry.dtype
-        return cls(live)
-
-    def received(self, file: int, index: int, data: memoryview) -> None:
-        """Check some complete elements of an entry."""
-        name, dtype = self.live.get((file, index), ("", ""))
-        if name and name not in self.nonfinite and not are_finite(data, dtype):
-            self.nonfinite.add(name)
-
-    def entry_done(self, file: int, index: int) -> None:
-        """Finish an entry that has arrived completely and was verified."""
-        name, _ = self.live.get((file, index), ("", ""))
-        if name and name not in self.nonfinite:
-            self.finite.add(name)
 
 
 def box_here(entry: Entry, tensor: torch.Tensor | None) -> Box:

@@ -8,52 +8,32 @@ devices; without the program it is done on the CPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from everstep.errors import AuditError, FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
-from everstep.format.writer import ChunkRing
-from everstep.restore.load.load import LoadedBase, rank_contents
+from everstep.restore.load.load import LoadedBase, Reads, rank_contents
 from everstep.restore.offline.memory import HostMemory
 from everstep.restore.redo.conditions import fingerprint_difference
 from everstep.restore.redo.driver import Memory, ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.owned import parameter_names
 from everstep.run.open_base import OpenBase, RedoRecords, read_redo_file
-from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout.names import GRADIENT
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.tree import references
 
-__all__ = ["Reads", "complete_live_base", "complete_offline_base"]
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """Buffers, timeout and progress of reading files.
-
-    Attributes:
-        ring: buffers for reading.
-        timeout_s: a read that takes longer counts as hung.
-        progress: notified of bytes read.
-    """
-
-    ring: ChunkRing
-    timeout_s: float
-    progress: ProgressSink = silent
+__all__ = ["complete_live_base", "complete_offline_base"]
 
 
 def complete_live_base(
     opened: OpenBase,
     loaded: LoadedBase,
     state: State,
-    ring: ChunkRing,
+    reads: Reads,
     trained: TimelineRecord | None,
-    *,
-    timeout_s: float,
-    progress: ProgressSink,
 ) -> tuple[LoadedBase, str]:
     """Bring a live state to the step of the multi-step base that was just loaded into it.
 
@@ -61,10 +41,8 @@ def complete_live_base(
         opened: files of the base.
         loaded: result of loading the base.
         state: live state.
-        ring: buffers for reading.
+        reads: how to read.
         trained: record of its timeline, which names the conditions of training.
-        timeout_s: a read that takes longer counts as hung.
-        progress: notified of bytes read.
 
     Returns:
         The updated result; and the reason why the state is inexact, "" if it is exact.
@@ -89,11 +67,11 @@ def complete_live_base(
             hint="build the model with the same tied weights as when it was saved",
         )
     memory = LiveMemory(state, loaded.restrided, loaded.aliases, loaded.names)
-    records = _records(opened, loaded.shape, Reads(ring, timeout_s, progress))
+    records = _records(opened, loaded.shape, reads)
     inexact = fingerprint_difference([trained]) if records.updates else ""
     notes, why = _complete(memory, records, inexact)
     notes = [*loaded.notes, *notes]
-    return replace(loaded, notes=tuple(notes), redone=len(records.updates), finite=frozenset()), why
+    return replace(loaded, notes=tuple(notes), redone=len(records.updates)), why
 
 
 def complete_offline_base(

@@ -11,12 +11,11 @@ from dataclasses import replace
 import torch
 
 from everstep.errors import FormatError
-from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
 from everstep.replay.engine import ONE_THREAD, ReplayOptions
+from everstep.restore.load.load import Reads
 from everstep.restore.load.pieces import Fill, PieceReads, fills_by_file
 from everstep.restore.load.saved_ranks import Piece, SavedRanks
-from everstep.restore.offline.complete import Reads
 from everstep.restore.offline.job_plan import (
     RankPlan,
     diverged_parameters,
@@ -116,9 +115,7 @@ def _load_ranks(
         # Parts of a multi-step base are of several updates: its pieces are taken from the
         # completed files, one rank's at a time.
         if one.redo is not None:
-            made = complete_rank_files(
-                one, reads.ring, trained, timeout_s=reads.timeout_s, progress=reads.progress
-            )
+            made = complete_rank_files(one, reads, trained)
             mine = saved.files_of(one.marker.rank)
             made.fill(fill for number in mine for fill in fills.get(number, ()))
             doubt = doubt or made.doubt
@@ -165,18 +162,7 @@ def _read_files(
     reads: Reads,
 ) -> None:
     """Read all files completely, except those already read."""
-    for number, (file, record, header, path) in enumerate(saved.files):
-        if number in done:
-            continue
-        pieces = PieceReads(header, wanted.get(number, ()))
-        read_body(
-            file,
-            header,
-            record,
-            path,
-            reads.ring,
-            timeout_s=reads.timeout_s,
-            progress=reads.progress,
-            sink=pieces.sink,
-            on_entry=pieces.entry_done,
-        )
+    for number, shard in enumerate(saved.files):
+        if number not in done:
+            pieces = PieceReads(shard[2], wanted.get(number, ()))
+            reads.body(shard, sink=pieces.sink, on_entry=pieces.entry_done)

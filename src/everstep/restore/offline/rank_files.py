@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from everstep.errors import FormatError, ReplayError, UnavailableError, UnsupportedStateError
-from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
-from everstep.format.writer import ChunkRing
 from everstep.replay.engine import ReplayOptions
-from everstep.restore.load.load import contents, rank_contents
+from everstep.restore.load.load import Reads, contents, rank_contents
 from everstep.restore.load.pieces import Fill
-from everstep.restore.offline.complete import Reads, complete_offline_base
+from everstep.restore.offline.complete import complete_offline_base
 from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.conditions import replay_conditions
@@ -29,7 +27,6 @@ from everstep.run.open_base import OpenBase
 from everstep.run.shape import shape_of_base
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.processes import available_cores
-from everstep.seams.progress import ProgressSink
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.shards import Placed, overlaps
@@ -69,11 +66,8 @@ class CompletedFiles:
 
 def complete_rank_files(
     opened: OpenBase,
-    ring: ChunkRing,
+    reads: Reads,
     trained: TimelineRecord | None,
-    *,
-    timeout_s: float,
-    progress: ProgressSink,
     alive: Callable[[], None] = lambda: None,
 ) -> CompletedFiles:
     """Read one rank's files of a multi-step base, and replay the updates that its parts have not
@@ -81,10 +75,8 @@ def complete_rank_files(
 
     Args:
         opened: files of the rank, with a redo file.
-        ring: buffers for reading.
+        reads: how to read.
         trained: record of its timeline, which names the conditions of training.
-        timeout_s: a read that takes longer counts as hung.
-        progress: notified of bytes read.
         alive: called every half second.
 
     Raises:
@@ -95,9 +87,7 @@ def complete_rank_files(
     marker = opened.marker
     options = ReplayOptions(min(2, len(available_cores())))
     with ThreadPoolExecutor(1, "everstep-complete") as thread:
-        found = thread.submit(
-            read_rank_files, opened, Reads(ring, timeout_s, progress), trained, options
-        )
+        found = thread.submit(read_rank_files, opened, reads, trained, options)
         # The thread reads and replays; this one reports that the rank is alive.
         while wait([found], _ALIVE_S).not_done:
             alive()
@@ -151,10 +141,8 @@ def read_rank_files(
     entries: dict[str, Entry] = {}
     objects: dict[str, bytearray] = {}
     aliases: dict[str, str] = {}
-    for (file, record, header, path), some, places in zip(
-        opened.shards, chosen, placed, strict=True
-    ):
-        aliases.update(header.aliases)
+    for shard, some, places in zip(opened.shards, chosen, placed, strict=True):
+        aliases.update(shard[2].aliases)
         targets: dict[str, memoryview] = {}
         for place in places:
             name = place.entry.name
@@ -165,17 +153,8 @@ def read_rank_files(
             entries[name] = place.entry
             tensors[name] = empty_like_entry(place.entry)
             targets[name] = host_bytes(tensors[name])
-        read_body(
-            file,
-            header,
-            record,
-            path,
-            reads.ring,
-            timeout_s=reads.timeout_s,
-            progress=reads.progress,
-            sink=_into(places, targets),
-            wanted=None if wanted is None else some,
-        )
+        wanted_here = None if wanted is None else some
+        reads.body(shard, sink=_into(places, targets), wanted=wanted_here)
     encoded = {name: bytes(data) for name, data in objects.items()}
     shape = shape_of_base(opened.placed(), aliases, trees)
     state = OfflineState(opened.marker, entries, tensors, aliases, encoded, shape)

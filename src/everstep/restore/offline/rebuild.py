@@ -31,7 +31,7 @@ from everstep.format.log import NOT_EXACT
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.replay.engine import ReplayOptions
-from everstep.restore.offline.complete import Reads
+from everstep.restore.load.load import Reads
 from everstep.restore.offline.job_state import JobState
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.run_log import RunLog, spans

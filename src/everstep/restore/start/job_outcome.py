@@ -190,7 +190,7 @@ def resumed_of(
     problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems) + damage
     problems += (choice.note,) if choice.note else ()
     if loaded is not None:
-        problems += nonfinite_notice(state, end, loaded.finite if reach is None else ())
+        problems += nonfinite_notice(state, end)
     return Resumed(
         go.timeline,
         choice.base,

@@ -13,7 +13,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.sources import Place
-from everstep.restore.load.load import CompleteRank, LoadedBase, compare_ranks, load_ranks
+from everstep.restore.load.load import CompleteRank, LoadedBase, Reads, compare_ranks, load_ranks
 from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks, needs_of
 from everstep.restore.offline.rank_files import complete_rank_files
 from everstep.restore.start.request import ResumeRequest
@@ -129,10 +129,8 @@ class RankLoader:
             return load_ranks(
                 opened,
                 request.state,
-                request.ring,
+                Reads(request.ring, request.timeout_s, _ReportedProgress(bar, alive)),
                 strict=request.strict,
-                timeout_s=request.timeout_s,
-                progress=_ReportedProgress(bar, alive),
                 on_touch=request.on_touch,
                 partly=partly,
                 complete=self._complete(_trained(base, timelines), bar, alive),
@@ -172,10 +170,8 @@ class RankLoader:
         """Return the function that completes files of a multi-step base from their redo files."""
         return partial(
             complete_rank_files,
-            ring=self._request.ring,
+            reads=Reads(self._request.ring, self._request.timeout_s, bar),
             trained=trained,
-            timeout_s=self._request.timeout_s,
-            progress=bar,
             alive=alive,
         )
 

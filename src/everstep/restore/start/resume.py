@@ -207,8 +207,7 @@ class _Start:
         """Add the timeline, and everything that the user should know of the state."""
         problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
         if restored.loaded is not None:
-            seen = () if restored.replayed else restored.loaded.finite
-            problems += nonfinite_notice(self._request.state, restored.end, seen)
+            problems += nonfinite_notice(self._request.state, restored.end)
         for note in (restored.passed_over, self._history_note(restored, inventory, log)):
             if note:
                 _log.warning("%s", note)

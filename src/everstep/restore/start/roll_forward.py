@@ -27,7 +27,7 @@ from everstep.format.names import MANIFEST
 from everstep.format.records import TimelineRecord
 from everstep.restore.fetch.copies import switch_to_copy
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.load.load import LoadedBase, load_base
+from everstep.restore.load.load import LoadedBase, Reads, load_ranks
 from everstep.restore.load.restored import OTHER_STATE, Restored
 from everstep.restore.log.log_found import LogFound, LogReader
 from everstep.restore.log.reach import nothing_restorable, reachable
@@ -112,27 +112,16 @@ class Loader:
         try:
             label = f"resume from step {base.id.step} ({self.source})"
             with progress(label, opened.size_bytes) as bar:
-                loaded = load_base(
-                    opened,
-                    request.state,
-                    request.ring,
-                    strict=strict,
-                    timeout_s=request.timeout_s,
-                    progress=bar,
-                    on_touch=request.on_touch,
+                reads = Reads(request.ring, request.timeout_s, bar)
+                loaded = load_ranks(
+                    [opened], request.state, reads, strict=strict, on_touch=request.on_touch
                 )
                 if opened.redo is not None:
                     # Imported here since most bases have no redo file.
                     from everstep.restore.offline.complete import complete_live_base
 
                     loaded, self.inexact = complete_live_base(
-                        opened,
-                        loaded,
-                        request.state,
-                        request.ring,
-                        trained,
-                        timeout_s=request.timeout_s,
-                        progress=bar,
+                        opened, loaded, request.state, reads, trained
                     )
                 return loaded
         finally:
