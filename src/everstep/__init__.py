@@ -25,7 +25,7 @@ which data flows; imports go down this list, never up:
 ``look``          reads a run without taking it over: ``load`` and ``peek``
 ``data``          loaders whose position is part of the state
 ``bench``, ``drill``, ``cli``  measurements; the ``everstep`` command
-``testing``       a tier that fails, failpoints, conformance suites
+``testing``       a tier that fails, failpoints, a conformance suite
 ================  ================================================================================
 """
 

@@ -1,8 +1,7 @@
 """Tools for users' own tests of what they build on everstep.
 
 ``conformance``       checks of the contract of a tier; run them on a tier of your own
-``peer_conformance``  checks of the contract of a peer: another node that holds copies in memory
-``conformance_parts`` helpers that both share
+``conformance_parts`` its helpers
 ``faultytier``        a tier around another one that fails, stalls or loses data from a seed
 ``emulated_link``     a link between device and host with a given bandwidth
 ``keepers``           end the keeper of a run; find the base that it holds in memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from everstep.commit.job.messages import (
     Envelope,
@@ -32,12 +32,38 @@ from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over
 from everstep.seams import ManualClock
 from everstep.state.layout.entries import Entry
-from everstep.testing.peer_conformance import BodyOfBytes
+from everstep.state.layout.shards import Seen
 
-__all__ = ["BOUND_BYTES", "Ring", "SlowRing", "bytes_of", "copy_of", "piece", "record_of"]
+__all__ = [
+    "BOUND_BYTES",
+    "BodyOfBytes",
+    "Ring",
+    "SlowRing",
+    "bytes_of",
+    "copy_of",
+    "piece",
+    "record_of",
+]
 
 RUN = "0" * 32
 BOUND_BYTES = 64 << 20
+
+
+class BodyOfBytes:
+    """A body of these bytes (:class:`~everstep.state.layout.shards.Body`)."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
+        chunk[:] = self._data[begin : begin + chunk.nbytes]
+        seen(chunk)
+
+    def held(self, begin: int, end: int) -> memoryview | None:
+        return None
+
+    def objects_bytes(self) -> Mapping[str, int]:
+        return {}
 
 
 def piece(

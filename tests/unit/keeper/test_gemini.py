@@ -42,12 +42,11 @@ from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import Seen
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.testing import inspect
-from everstep.testing.peer_conformance import BodyOfBytes
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.budget.host_memory import own_budget_bytes
 from everstep.trainer.job.peer_nodes import memory_notice, node_names, peer_notice
-from tests.support.ranks.peering import RUN, Ring, copy_of, piece, record_of
+from tests.support.ranks.peering import RUN, BodyOfBytes, Ring, copy_of, piece, record_of
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)
 MEMORY = ("memory", "peer", "disk")

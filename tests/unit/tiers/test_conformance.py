@@ -15,7 +15,6 @@ from everstep.seams import PosixFileSystem
 from everstep.testing import conformance as checks
 from everstep.testing.conformance import CHECKS, Check, Place, conformance
 from everstep.testing.faultytier import SURVIVED, FaultKind, FaultyTier
-from everstep.testing.peer_conformance import CHECKS as PEER_CHECKS
 from everstep.tiers.contract import Item, Tier, Traits, check_name
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
@@ -376,7 +375,5 @@ def test_every_check_is_shown_to_be_able_to_fail() -> None:
 def test_the_document_counts_the_checks() -> None:
     text = (Path(__file__).parents[3] / "docs" / "TIERS.md").read_text(encoding="utf-8")
     assert f"Each of the {len(CHECKS)} checks" in text
-    peers = f"its own suite | {len(PEER_CHECKS)} of {len(PEER_CHECKS)} |"
-    assert peers in text
-    passed = set(re.findall(r"\| (\d+ of \d+)", text.replace(peers, "")))
+    passed = set(re.findall(r"\| (\d+ of \d+)", text))
     assert passed == {f"{len(CHECKS)} of {len(CHECKS)}"}

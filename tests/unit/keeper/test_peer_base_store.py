@@ -1,25 +1,11 @@
-"""Checks of the contract of memory that holds copies for other nodes, for any implementation.
-
-They are to peers as :mod:`everstep.testing.conformance` is to tiers.
-
-It is no tier: copies come in parts, in order, each rank's own; it compares them with their
-digests itself, and decides what it lets go. So the cases are those of tiers where a tier has
-them (whole or not at all, damage, many at once, readers), and what a link does beside: parts that
-are lost, doubled, cut off or out of order. Each check of :data:`CHECKS` gets a maker of empty
-stores and raises ``AssertionError``::
-
-    for check in CHECKS:
-        check(PeerBaseStore)
-"""
+"""Memory for other nodes' copies: whole or not at all, within its bound, whatever a link does to
+the parts."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from everstep.arena.memory import Arena
 from everstep.commit.job.messages import PeerCopyAck, PeerCopyBegin, PeerCopyChunk
 from everstep.commit.lineage import BaseId
 from everstep.format.header import ShardIdentity
@@ -27,32 +13,11 @@ from everstep.format.message_codec import Stored
 from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
-from everstep.restore.fetch.peer_copy import PeerCopy, size_of
+from everstep.keeper.held.peer_base_store import PeerBaseStore
+from everstep.restore.fetch.peer_copy import size_of
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.shards import Seen
 from everstep.testing.conformance_parts import at_once
-
-__all__ = [
-    "CHECKS",
-    "BodyOfBytes",
-    "Check",
-    "Make",
-    "Store",
-    "a_cut_off_copy_is_no_copy",
-    "another_attempt_is_not_mixed_in",
-    "damaged_bytes_are_no_copy",
-    "doubled_parts_do_no_harm",
-    "halves_end_with_the_start",
-    "lost_parts_are_asked_for_again",
-    "many_send_at_once",
-    "nobody_sends_for_another",
-    "older_copies_stay_until_a_newer_one_is_whole_everywhere",
-    "parts_out_of_order_are_not_taken",
-    "readers_keep_what_they_have_opened",
-    "the_bound_is_kept",
-    "what_is_no_part_of_it_is_not_taken",
-    "what_was_sent_is_held",
-]
+from tests.support.ranks.peering import BodyOfBytes
 
 _RUN = "0" * 32
 _PART_BYTES = 1000
@@ -61,31 +26,6 @@ _BOUND_BYTES = 1 << 26
 _A = BaseId(1, 10)
 _B = BaseId(1, 20)
 _C = BaseId(1, 30)
-
-
-class Store(Protocol):
-    """A store of copies, see :class:`everstep.keeper.held.peer_base_store.PeerBaseStore`."""
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    def new_start(
-        self, bound_bytes: int, sources: Collection[int], recovered: BaseId | None
-    ) -> None: ...
-
-    def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck: ...
-
-    def part(self, source: int, message: PeerCopyChunk) -> PeerCopyAck: ...
-
-    def passed(self, everywhere: BaseId) -> None: ...
-
-    def whole(self) -> list[tuple[PeerCopy, Arena]]: ...
-
-
-Make = Callable[[], Store]
-"""Makes an empty store."""
-
-Check = Callable[[Make], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +41,7 @@ class _Files:
         steps = range(0, len(self.data), size_bytes)
         return [PeerCopyChunk(self.base, at, self.data[at : at + size_bytes]) for at in steps]
 
-    def send(self, store: Store) -> PeerCopyAck:
+    def send(self, store: PeerBaseStore) -> PeerCopyAck:
         """All of it, as over a link that loses nothing."""
         at = store.begun(self.source, self.begun)
         for part in self.parts():
@@ -109,23 +49,6 @@ class _Files:
                 break
             at = store.part(self.source, part)
         return at
-
-
-class BodyOfBytes:
-    """A body of these bytes (:class:`~everstep.state.layout.shards.Body`)."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
-        chunk[:] = self._data[begin : begin + chunk.nbytes]
-        seen(chunk)
-
-    def held(self, begin: int, end: int) -> memoryview | None:
-        return None
-
-    def objects_bytes(self) -> Mapping[str, int]:
-        return {}
 
 
 def _files(source: int, base: BaseId, *, size_bytes: int = _SIZE_BYTES, salt: int = 0) -> _Files:
@@ -140,13 +63,13 @@ def _files(source: int, base: BaseId, *, size_bytes: int = _SIZE_BYTES, salt: in
     return _Files(base, source, PeerCopyBegin(Stored(marker), record), written.header + data)
 
 
-def _opened(make: Make, bound_bytes: int = _BOUND_BYTES) -> Store:
-    store = make()
+def _opened(bound_bytes: int = _BOUND_BYTES) -> PeerBaseStore:
+    store = PeerBaseStore()
     store.new_start(bound_bytes, range(8), None)
     return store
 
 
-def _held(store: Store) -> dict[tuple[int, BaseId], bytes]:
+def _held(store: PeerBaseStore) -> dict[tuple[int, BaseId], bytes]:
     return {
         (copy.marker.rank, BaseId(copy.marker.timeline, copy.marker.step)): bytes(copy.memory)
         for copy, _ in store.whole()
@@ -160,9 +83,9 @@ def _one(files: _Files) -> dict[tuple[int, BaseId], bytes]:
 # --- Whole, or not at all ---------------------------------------------------------------
 
 
-def what_was_sent_is_held(make: Make) -> None:
+def test_what_was_sent_is_held() -> None:
     """Byte by byte, with its marker and the record of its timeline; and begun again it is there."""
-    store = _opened(make)
+    store = _opened()
     files = _files(1, _A)
     at = files.send(store)
     assert (at.whole, at.problem) == (True, ""), at
@@ -174,9 +97,9 @@ def what_was_sent_is_held(make: Make) -> None:
     assert there == (True, len(files.data)), "it need not be sent again"
 
 
-def a_cut_off_copy_is_no_copy(make: Make) -> None:
+def test_a_cut_off_copy_is_no_copy() -> None:
     """Up to its last byte; and goes on from where it was cut off."""
-    store = _opened(make)
+    store = _opened()
     files = _files(1, _A)
     store.begun(1, files.begun)
     last = len(files.data) - 1
@@ -191,9 +114,9 @@ def a_cut_off_copy_is_no_copy(make: Make) -> None:
     assert _held(store) == _one(files)
 
 
-def lost_parts_are_asked_for_again(make: Make) -> None:
+def test_lost_parts_are_asked_for_again() -> None:
     """Whatever is missing, the answer says from where."""
-    store = _opened(make)
+    store = _opened()
     files = _files(1, _A)
     store.begun(1, files.begun)
     parts = files.parts()
@@ -206,9 +129,9 @@ def lost_parts_are_asked_for_again(make: Make) -> None:
     assert _held(store) == _one(files)
 
 
-def doubled_parts_do_no_harm(make: Make) -> None:
+def test_doubled_parts_do_no_harm() -> None:
     """Nor does a message that comes late, with what was sent before."""
-    store = _opened(make)
+    store = _opened()
     files = _files(1, _A)
     store.begun(1, files.begun)
     parts = files.parts()
@@ -220,9 +143,9 @@ def doubled_parts_do_no_harm(make: Make) -> None:
     assert _held(store) == _one(files)
 
 
-def parts_out_of_order_are_not_taken(make: Make) -> None:
+def test_parts_out_of_order_are_not_taken() -> None:
     """The last first: nothing of it stays where it does not belong."""
-    store = _opened(make)
+    store = _opened()
     files = _files(1, _A)
     store.begun(1, files.begun)
     for part in reversed(files.parts()[1:]):
@@ -232,9 +155,9 @@ def parts_out_of_order_are_not_taken(make: Make) -> None:
     assert _held(store) == _one(files)
 
 
-def what_is_no_part_of_it_is_not_taken(make: Make) -> None:
+def test_what_is_no_part_of_it_is_not_taken() -> None:
     """Behind its end, over its end, of nothing, or of a base that was never begun."""
-    store = _opened(make)
+    store = _opened()
     files = _files(1, _A)
     assert store.part(1, files.parts()[0]).problem, "of a base that was never begun"
     store.begun(1, files.begun)
@@ -248,9 +171,9 @@ def what_is_no_part_of_it_is_not_taken(make: Make) -> None:
     assert _held(store) == _one(files)
 
 
-def damaged_bytes_are_no_copy(make: Make) -> None:
+def test_damaged_bytes_are_no_copy() -> None:
     """One bit of header or data: said, let go, and what was there before stays."""
-    store = _opened(make)
+    store = _opened()
     old = _files(1, _A)
     files = _files(1, _B)
     old.send(store)
@@ -267,9 +190,9 @@ def damaged_bytes_are_no_copy(make: Make) -> None:
     assert _held(store)[1, _B] == files.data
 
 
-def another_attempt_is_not_mixed_in(make: Make) -> None:
+def test_another_attempt_is_not_mixed_in() -> None:
     """The same base of the same rank, in other bytes: from its first byte on."""
-    store = _opened(make)
+    store = _opened()
     first = _files(1, _A)
     other = _files(1, _A, salt=1)
     store.begun(1, first.begun)
@@ -280,9 +203,9 @@ def another_attempt_is_not_mixed_in(make: Make) -> None:
     assert _held(store) == _one(other)
 
 
-def nobody_sends_for_another(make: Make) -> None:
+def test_nobody_sends_for_another() -> None:
     """Files are taken from the rank whose they are."""
-    store = _opened(make)
+    store = _opened()
     files = _files(1, _A)
     assert store.begun(2, files.begun).problem
     store.begun(1, files.begun)
@@ -294,9 +217,9 @@ def nobody_sends_for_another(make: Make) -> None:
 # --- What stays, and how much of it -----------------------------------------------------
 
 
-def older_copies_stay_until_a_newer_one_is_whole_everywhere(make: Make) -> None:
+def test_older_copies_stay_until_a_newer_one_is_whole_everywhere() -> None:
     """There is always one, once there was one; and of each rank two at most."""
-    store = _opened(make)
+    store = _opened()
     a, b, c = (_files(1, base) for base in (_A, _B, _C))
     a.send(store)
     store.passed(_A)
@@ -314,14 +237,14 @@ def older_copies_stay_until_a_newer_one_is_whole_everywhere(make: Make) -> None:
     assert _held(store) == _one(c)
 
 
-def the_bound_is_kept(make: Make) -> None:
+def test_the_bound_is_kept() -> None:
     """A copy that does not fit is refused, and no other copy is dropped for it."""
     a = _files(1, _A)
     large = _files(2, _A, size_bytes=1 << 20)
-    measured = _opened(make)
+    measured = _opened()
     a.send(measured)
     bound_bytes = 2 * measured.used_bytes
-    store = _opened(make, bound_bytes)
+    store = _opened(bound_bytes)
     a.send(store)
     refused = large.send(store)
     assert str(bound_bytes) in refused.problem, refused
@@ -333,9 +256,9 @@ def the_bound_is_kept(make: Make) -> None:
     assert store.used_bytes <= bound_bytes
 
 
-def halves_end_with_the_start(make: Make) -> None:
+def test_halves_end_with_the_start() -> None:
     """At a new start of the job what is whole stays, and what is not is gone."""
-    store = _opened(make)
+    store = _opened()
     whole = _files(1, _A)
     half = _files(1, _B)
     whole.send(store)
@@ -351,9 +274,9 @@ def halves_end_with_the_start(make: Make) -> None:
 # --- Many at once -----------------------------------------------------------------------
 
 
-def many_send_at_once(make: Make) -> None:
+def test_many_send_at_once() -> None:
     """Each its own files, each whole."""
-    store = _opened(make)
+    store = _opened()
 
     def send(source: int) -> _Files:
         files = _files(source, _A)
@@ -366,9 +289,9 @@ def many_send_at_once(make: Make) -> None:
     assert _held(store) == wanted
 
 
-def readers_keep_what_they_have_opened(make: Make) -> None:
+def test_readers_keep_what_they_have_opened() -> None:
     """While newer bases come and older ones go, whoever has a copy reads its bytes."""
-    store = _opened(make)
+    store = _opened()
     files = _files(1, _A)
     files.send(store)
     store.passed(_A)
@@ -395,22 +318,3 @@ def readers_keep_what_they_have_opened(make: Make) -> None:
 
     at_once(work)
     assert list(_held(store)) == [(1, BaseId(1, 110))]
-
-
-CHECKS: tuple[Check, ...] = (
-    what_was_sent_is_held,
-    a_cut_off_copy_is_no_copy,
-    lost_parts_are_asked_for_again,
-    doubled_parts_do_no_harm,
-    parts_out_of_order_are_not_taken,
-    what_is_no_part_of_it_is_not_taken,
-    damaged_bytes_are_no_copy,
-    another_attempt_is_not_mixed_in,
-    nobody_sends_for_another,
-    older_copies_stay_until_a_newer_one_is_whole_everywhere,
-    the_bound_is_kept,
-    halves_end_with_the_start,
-    many_send_at_once,
-    readers_keep_what_they_have_opened,
-)
-"""Every check, in the order in which they are best read."""
