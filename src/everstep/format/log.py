@@ -265,8 +265,6 @@ def index_of_segment(
         for number, fields in enumerate(index["records"]):
             head = _head(identity.timeline, fields)
             layout_number, objects, record = _rest(fields)
-            if head.kind not in ("update", "mark"):
-                raise FormatError(f"{path}: record of an unknown kind")
             found.append(RecordIndex(number, head, layouts[layout_number], objects, record))
     except FormatError:
         raise
@@ -321,7 +319,9 @@ def records_of_packed(
 def _head(timeline: int, row: Sequence[Any]) -> RecordHead:
     kind, step, lsn, shape, exact = row[:5]
     declared = row[8] if len(row) > 8 else ""
-    if len(row) > 9 or not isinstance(declared, str) or (declared and kind != "update"):
+    if kind not in ("update", "mark") or (declared and kind != "update"):
+        raise ValueError("record of an unknown kind")
+    if len(row) > 9 or not isinstance(declared, str):
         raise ValueError("record of an unknown form")
     if not (_is_size(step) and _is_size(lsn) and type(shape) is str and type(exact) is bool):
         raise ValueError("record without a valid step")

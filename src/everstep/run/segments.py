@@ -355,17 +355,13 @@ def validated(segment: SegmentFound, run: str | None) -> SegmentFound:
 def _disorder(heads: Sequence[RecordHead], timeline: int, last: int) -> str | None:
     step = lsn = marked = -1
     for number, head in enumerate(heads):
-        numbers = (head.step, head.lsn)
-        if not all(type(n) is int and n >= 0 for n in numbers) or not isinstance(head.shape, str):
-            return f"record {number} has no valid step or LSN"
         if head.timeline != timeline:
             return f"record {number} belongs to timeline {head.timeline}"
-        if head.kind not in ("update", "mark"):
-            return f"record {number} is of an unknown kind"
         newer = head.lsn > lsn if head.kind == "update" else head.lsn >= lsn
         if not newer or head.step < step or head.step <= marked:
             return f"record {number} ({head}) is out of order"
-        step, lsn = numbers
+        step = head.step
+        lsn = head.lsn
         marked = step if head.kind == "mark" else marked
     if not heads or heads[-1].kind != "mark" or heads[-1].step != last:
         return f"does not end with the mark of step {last}"

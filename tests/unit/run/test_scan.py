@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from everstep.format import records
 from everstep.format.names import (
     LOG_DIR,
     RUN_RECORD,
@@ -38,20 +37,6 @@ def run(tmp_path: Path) -> Path:
 
 def record_of(run: Path, timeline: int) -> Path:
     return Path(timeline_dir(run, timeline) / TIMELINE_RECORD)
-
-
-def test_what_was_verified_is_not_decoded_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = scan_run(FS, run)
-    decoded: list[object] = []
-    decode = records._decode
-
-    def counted(kind: str, data: bytes, path: Path) -> object:
-        decoded.append(path)
-        return decode(kind, data, path)
-
-    monkeypatch.setattr(records, "_decode", counted)
-    assert scan_run(FS, run) == first
-    assert not decoded
 
 
 @pytest.mark.parametrize("known", [None, TimelineCache()], ids=["at once", "in one process"])
