@@ -35,7 +35,7 @@ import functools  # noqa: E402
 import gc  # noqa: E402
 import random  # noqa: E402
 import shutil  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
+from collections.abc import Callable, Iterator, Mapping  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -45,6 +45,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from everstep.replay import engine  # noqa: E402
 from everstep.seams import failpoints  # noqa: E402
+from everstep.trainer.budget import first_update  # noqa: E402
 from everstep.workloads.gpt import GPTConfig  # noqa: E402
 from everstep.workloads.training import (  # noqa: E402
     Training,
@@ -115,6 +116,32 @@ def pytest_collection_finish() -> None:
 
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def later_modules_stay() -> Iterator[None]:
+    """Keep what the tests of a module made torch load out of each later look at all objects."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def first_updates_are_known() -> Iterator[None]:
+    """Ask an optimizer of a class only once what it will keep of a tensor of a form."""
+    known: dict[Any, Any] = {}
+    ask = first_update._kept
+
+    def kept(kind: type, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
+        options = repr({key: value for key, value in group.items() if key != "params"})
+        form = kind, options, parameter.shape, parameter.dtype
+        if form not in known:
+            known[form] = ask(kind, group, parameter)
+        return known[form]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_update, "_kept", kept)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

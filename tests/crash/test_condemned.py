@@ -110,6 +110,7 @@ def rewind(scenario: TrainingScenario, fs: SimFileSystem) -> None:
     checkpointer.close()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("synced", [True, False])
 def test_resuming_from_what_a_stale_deleter_condemned(synced: bool) -> None:
     report = enumerate_crashes(Rewound(saves=0, synced=synced))

@@ -65,6 +65,7 @@ def test_deleting_and_recycling_happen_in_that_scenario() -> None:
     assert claimed, "no parked file was used again"
 
 
+@pytest.mark.slow
 def test_static_files_that_are_linked_to_and_let_go() -> None:
     scenario = TrainingScenario(done=1, keep=1, static=True)
     passes(watch_crashes(scenario, images_per_point=2), operations_min=50)
@@ -75,6 +76,7 @@ def test_static_files_that_are_linked_to_and_let_go() -> None:
     assert sum(operation.op == "link" and SHARD in operation.detail for operation in after.log) == 1
 
 
+@pytest.mark.slow
 def test_errors_in_linking_to_static_files() -> None:
     class Static(TrainingScenario):
         def tolerates(self, operation: Operation) -> bool:
@@ -93,9 +95,10 @@ def test_resuming() -> None:
 
 def test_background_saves() -> None:
     scenario = TrainingScenario(done=1, keep=1, method="async")
-    passes(watch_crashes(scenario, images_per_point=2), operations_min=30)
+    passes(watch_crashes(scenario, images_per_point=1), operations_min=30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [WRITING, pytest.param(DELETING, marks=pytest.mark.slow)])
 def test_a_second_crash_while_cleaning_up_after_the_first(first: Fault) -> None:
     scenario = TrainingScenario(done=1, keep=1, crash_first=first)

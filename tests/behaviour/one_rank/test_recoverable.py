@@ -193,6 +193,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     ("method", "lost_steps"),
     [("lazy", 3), ("logged", 0), ("lowdiff_plus", 0), ("checkflow", 2)],
 )
+@pytest.mark.thinned(2)
 def test_a_run_is_recoverable_again_one_step_after_a_lost_keeper(
     run_folder: Path, method: str, lost_steps: int
 ) -> None:

@@ -198,6 +198,7 @@ def end(ranks: list[Rank], method: str) -> None:
         die(ranks)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("method", ["sync", "logged"])
 def test_a_layer_that_one_rank_alone_trains_is_each_ranks_own(

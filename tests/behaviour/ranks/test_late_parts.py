@@ -73,6 +73,7 @@ class Looping(World):
         return super().snapshot() | {"loop": self.loop.snapshot()}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shows", ["late", "early"])
 @pytest.mark.parametrize("name", ["a", "z"])
 def test_three_kills(tmp_path: Path, name: str, shows: str) -> None:
@@ -106,6 +107,7 @@ def test_three_kills(tmp_path: Path, name: str, shows: str) -> None:
     forget(run)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shows", ["late", "early"])
 def test_several_ranks(tmp_path: Path, shows: str) -> None:
     path = tmp_path / "run"

@@ -54,6 +54,7 @@ def saved_by(*paths: Path, steps: tuple[int, ...] = (2,)) -> None:
             save(ranks)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("order", [(1, 0), (2, 0, 1)], ids=str)
 def test_hosts_come_back_as_other_ranks(tmp_path: Path, order: tuple[int, ...]) -> None:
     """A launcher numbers hosts as they come: each rank's file is on the disk of another one now."""

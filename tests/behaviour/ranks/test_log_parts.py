@@ -134,6 +134,7 @@ def test_a_flipped_bit_in_one_part_takes_all_to_the_step_before(
     resumed(paths, 5, 1)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_is_gone_takes_all_to_the_step_before(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "run"

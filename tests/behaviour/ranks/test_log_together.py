@@ -55,6 +55,7 @@ def lose(path: Path, rank: int, *steps: int) -> None:
         (segment(path, step) / marker_name(rank)).unlink()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_no_more_than_the_step_in_flight_is_lost(tmp_path: Path, shared: bool) -> None:
     paths = folders(tmp_path, shared)
@@ -278,6 +279,7 @@ def steps_on_disk(path: Path, rank: int) -> list[int]:
     return sorted(int(marker.parent.name.split("-")[1]) for marker in markers)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_segments_that_lead_nowhere_go_and_no_others(tmp_path: Path, shared: bool) -> None:
     paths = folders(tmp_path, shared)
@@ -332,6 +334,7 @@ def test_every_step_of_a_history_can_be_gone_back_to(tmp_path: Path, shared: boo
             assert (record.parent, record.fork_step) == (1, step)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_no_base_takes_the_place_of_steps_that_are_not_written_yet(
     tmp_path: Path, shared: bool

@@ -331,6 +331,7 @@ def test_another_number_of_ranks_comes_back_to_the_last_step(
     came_back(path, before, 9, 1)  # from a base of step 8, and what this number has logged
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("before", [2, 3])
 def test_one_process_alone_goes_on_from_the_last_step_of_all(tmp_path: Path, before: int) -> None:
     path = tmp_path / "run"
@@ -389,6 +390,7 @@ def test_a_hole_in_one_log_ends_it_for_one_process_too(tmp_path: Path, rank: int
         die([one])
 
 
+@pytest.mark.slow
 def test_one_process_reads_the_logs_of_all_from_a_copy(tmp_path: Path) -> None:
     """Its own folder is new, and has the run and its timelines before anything is trained."""
     path, copy = tmp_path / "run", tmp_path / "copy"
@@ -429,6 +431,7 @@ def test_parts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     came_back(path, 3, 7, 3)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_hole_in_one_log_ends_it_for_all(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "run"
@@ -438,6 +441,7 @@ def test_a_hole_in_one_log_ends_it_for_all(tmp_path: Path, rank: int) -> None:
         assert f"the log of rank {rank} of 2 that wrote it ends before" in str(one.skipped)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_flipped_bit_takes_all_to_the_step_before(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "run"
@@ -452,6 +456,7 @@ def test_a_flipped_bit_takes_all_to_the_step_before(tmp_path: Path, rank: int) -
     came_back(path, 3, 5, 1)
 
 
+@pytest.mark.slow
 def test_what_the_job_has_turned_away_from_stays_out(tmp_path: Path) -> None:
     """Two ranks had a step 7, of which one is lost; three went on from step 6, to another one."""
     path = tmp_path / "run"
@@ -484,6 +489,7 @@ def _back(ranks: list[Replica], step: int) -> list[Any]:
     return on_all(*(partial(one.ckpt.resume, step) for one in ranks))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("world", [2, 4, 5])
 def test_as_many_ranks_replay_their_own_parts(world: int, tmp_path: Path, ring: ChunkRing) -> None:
     """Some of which are empty: what an optimizer keeps of these is in marks, and is there."""

@@ -35,6 +35,7 @@ def flip(path: Path, timeline: int, step: int, rank: int = 0) -> None:
     Path(shard).write_bytes(data)
 
 
+@pytest.mark.slow
 def test_behind_a_damaged_base_of_its_own_it_takes_the_logs_of_several(tmp_path: Path) -> None:
     """The newest base is of one process; the one before, and its log, of two ranks."""
     path = tmp_path / "run"

@@ -134,6 +134,7 @@ def test_a_start_in_the_same_layout_does_nothing_for_it(
     assert not any(seen.asked)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_in_another_layout_the_base_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool, now: bool

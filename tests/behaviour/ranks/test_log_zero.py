@@ -73,6 +73,7 @@ def differing(values: Values, wanted: Values, names: frozenset[str]) -> list[str
     ],
     ids=str,
 )
+@pytest.mark.thinned(2)
 def test_in_other_parts_it_is_replayed_bit_for_bit(
     wrote: tuple[str, int], starts: tuple[str, int], tmp_path: Path, ring: ChunkRing
 ) -> None:

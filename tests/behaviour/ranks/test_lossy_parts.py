@@ -50,6 +50,7 @@ def lossy_ones(rank: int, model: nn.Module) -> list[str]:
     return [n for n, part in log_shares(state)["optimizer"].items() if part.owner == rank]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}], ids=["rank 0", "rank 1", "both"])
 def test_lossy_parts_of_some_ranks_take_all_to_the_same_approximation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: set[int]
@@ -101,6 +102,7 @@ def test_an_update_of_lossy_parts_says_so(two: list[list[LogRecord]], ranks: set
             torch.testing.assert_close(dense(gradient), dense(whole.gradients[name]))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("lossy", range(3))
 def test_one_lossy_part_of_three_is_enough(tmp_path: Path, lossy: int) -> None:
     until((tmp_path / "run",) * 3, 3)

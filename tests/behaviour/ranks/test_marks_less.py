@@ -91,6 +91,7 @@ def two_programs(run_folder: Path) -> dict[str, bytes]:
     return world.snapshot()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("static", [[], STATIC], ids=["logged", "static"])
 def test_what_is_static_from_then_on(
     run_folder: Path, two_programs: dict[str, bytes], static: list[str]
@@ -104,6 +105,7 @@ def test_what_is_static_from_then_on(
         inspect(ckpt).skip_last_base()
 
 
+@pytest.mark.slow
 def test_a_step_of_the_first_program(run_folder: Path, two_programs: dict[str, bytes]) -> None:
     world = Counting(seed=9)
     with opened(run_folder, world, static=STATIC) as ckpt:
@@ -112,6 +114,7 @@ def test_a_step_of_the_first_program(run_folder: Path, two_programs: dict[str, b
         inspect(ckpt).skip_last_base()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_programs")
 def test_without_the_programs(run_folder: Path) -> None:
     out = run_folder.parent / "out"
@@ -174,6 +177,7 @@ def test_of_several_ranks(run_folder: Path, world: int, static: list[str]) -> No
         die(ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("several")
 def test_of_several_ranks_without_the_programs(run_folder: Path) -> None:
     out = run_folder.parent / "out"

@@ -195,6 +195,7 @@ def test_a_base_of_another_run(run: Path, tmp_path: Path) -> None:
         look(run)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("part", ["segment", "data"])
 def test_a_log_behind_links(tmp_path: Path, part: str) -> None:
     """The base of step 6 alone would be taken for all that there is."""

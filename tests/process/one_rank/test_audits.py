@@ -174,6 +174,7 @@ def wait_for(run: Path, pattern: str) -> Path:
     raise AssertionError(f"there is no {pattern}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flipped_at", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_a_bit_that_flips_in_the_memory_of_training(
     flipped_at: int | None, run_folder: Path, at_once: None, monkeypatch: pytest.MonkeyPatch

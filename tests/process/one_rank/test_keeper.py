@@ -114,6 +114,7 @@ KEEPER_POINTS = [
         for p in KEEPER_POINTS
     ],
 )
+@pytest.mark.thinned(2)
 def test_the_keeper_is_killed(point: str, run_folder: Path, uninterrupted: dict[int, str]) -> None:
     """Training goes on, a new keeper is started, a new base taken."""
     options = json.dumps({"method": "lazy", "every": 2, "keep": 1})

@@ -123,6 +123,7 @@ def test_whose_keepers_are_those_of_a_run(run_folder: Path, alias: Path) -> None
         assert [info.rank for info in keepers_left_by_a_move("id")] == [4]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_keeper_stays")
 def test_what_the_keeper_of_a_renamed_run_has_in_memory_is_restored(run_folder: Path) -> None:
     """It knows the folder by a path where it is no more: a base without the steps after it was all

@@ -155,6 +155,7 @@ def test_a_keeper_that_is_lost_is_replaced(job: Job, undisturbed: Any, does: str
     check_resumed(job, "ddp", 8, undisturbed("ddp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", ["spoil", pytest.param("tear", marks=pytest.mark.slow)])
 def test_a_rank_whose_window_is_void_takes_its_part_in_one_step(
     job: Job, undisturbed: Any, does: str
@@ -248,6 +249,7 @@ def test_a_base_of_which_one_part_is_not_exact_is_not(job: Job) -> None:
     assert [lines[0]["exact"] for lines in said] == [False, False]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_step_fails_where_a_base_begins_has_agreed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +277,7 @@ def test_a_rank_whose_step_fails_where_a_base_begins_has_agreed_all_the_same(
         end_keepers(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_first_base_of_several_ranks_measures_the_link(tmp_path: Path) -> None:
     """It has one part; without its measurement so would have all bases after it."""
     path = tmp_path / "run"

@@ -94,6 +94,7 @@ def test_a_keeper_that_died_between_files_and_marker_leaves_no_base(
     assert step in (2, 4), "base 4 is whole in memory, or the one before is all there is"
 
 
+@pytest.mark.slow
 def test_a_leader_that_died_before_the_manifest_is_rolled_forward(
     job: Job, expected: list[dict[int, str]]
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_leader_that_died_before_the_manifest_is_rolled_forward(
     assert check(job.to_the_end(), expected) == (4, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_goes_on(job: Job, world: int) -> None:
     """With what all had in common; what was a rank's own, and is not there any more or not yet,
