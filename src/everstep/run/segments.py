@@ -5,12 +5,14 @@ A segment holds the records of consecutive steps of one rank. It counts once its
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import PurePath
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,7 +40,7 @@ from everstep.format.reader import read_body, read_header, read_record_bytes
 from everstep.format.records import FileRecord, Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import not_a_directory
-from everstep.seams.files.filesystem import FileSystem, ReadFile
+from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
 
 __all__ = [
@@ -139,31 +141,18 @@ def scan_log(
         NewerFormatError: a segment was written by a newer everstep.
         OSError: a directory cannot be read.
     """
-    places = []
-    for is_lossy, kind in ((False, LOG_DIR), (True, LOSSY_DIR))[: 1 + lossy]:
-        for timeline in sorted(timelines):
-            if not there(timeline, kind):
-                continue
-            try:
-                entries = filesystem.scan(timeline_dir(run, timeline) / kind)
-            except FileNotFoundError:
-                continue
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                steps = parse_segment(entry.name)
-                if steps is None or not wanted(timeline, *steps):
-                    continue
-                places.append((timeline, *steps, is_lossy, entry.kind))
+    found = _places(filesystem, run, sorted(timelines), there, lossy=lossy)
+    places = [one for one in found if wanted(one.timeline, one.after, one.last)]
 
-    def look(place: tuple[int, int, int, bool, str]) -> SegmentFound | None:
-        timeline, after, last, is_lossy, kind = place
-        return _scan(filesystem, run, timeline, after, last, rank, lossy=is_lossy, kind=kind)
+    def look(place: _Place) -> SegmentFound | None:
+        return _scan(filesystem, run, place, rank)
 
     if threads == 1 or len(places) < 2:
-        found = [look(place) for place in places]
+        segments = [look(place) for place in places]
     else:
         with ThreadPoolExecutor(threads, "everstep-segments") as pool:
-            found = list(pool.map(look, places))
-    return [segment for segment in found if segment is not None]
+            segments = list(pool.map(look, places))
+    return [segment for segment in segments if segment is not None]
 
 
 def scan_logs(
@@ -184,57 +173,63 @@ def scan_logs(
     Raises:
         NewerFormatError, OSError: as of :func:`scan_log`.
     """
-    found: dict[int, dict[int, list[SegmentFound]]] = {}
+    found: dict[int, dict[int, list[SegmentFound]]] = {timeline: {} for timeline in timelines}
     # A directory with an unchanged modification time is trusted: segments are written once.
     before = {} if known is None else known.trusted_segments()
     trusted: set[_Key] = set()
     read: dict[_Key, tuple[float, SegmentFound]] = {}
-    for timeline, record in timelines.items():
-        of_single_rank = record is not None and record.world == 1
-        by_rank = found.setdefault(timeline, {})
-        for is_lossy, name in ((False, LOG_DIR), (True, LOSSY_DIR)):
-            if not there(timeline, name):
-                continue
-            directory = timeline_dir(run, timeline) / name
-            for after, last, kind, time_s in _segments_in(filesystem, directory):
-                path = segment_dir(run, timeline, after, last, lossy=is_lossy)
-                single_rank = of_single_rank or kind != "dir"
-                for rank in (0,) if single_rank else _ranks_in(filesystem, path):
-                    key = path, rank
-                    then_s, one = before.get(key, (0.0, None))
-                    if one is not None and then_s == time_s:
-                        trusted.add(key)
-                    else:
-                        one = _scan(
-                            filesystem,
-                            run,
-                            timeline,
-                            after,
-                            last,
-                            rank,
-                            lossy=is_lossy,
-                            kind=kind,
-                        )
-                        if one is None:
-                            continue
-                        read[key] = time_s, one
-                    by_rank.setdefault(rank, []).append(one)
+    for place in _places(filesystem, run, timelines, there):
+        record = timelines[place.timeline]
+        path = place.path(run)
+        single_rank = place.kind != "dir" or (record is not None and record.world == 1)
+        for rank in (0,) if single_rank else _ranks_in(filesystem, path):
+            key = path, rank
+            then_s, one = before.get(key, (0.0, None))
+            if one is not None and then_s == place.mtime_s:
+                trusted.add(key)
+            else:
+                one = _scan(filesystem, run, place, rank)
+                if one is None:
+                    continue
+                read[key] = place.mtime_s, one
+            found[place.timeline].setdefault(rank, []).append(one)
     if known is not None:
         known.update(trusted, read)
     return found
 
 
-def _segments_in(filesystem: FileSystem, directory: PurePath) -> list[tuple[int, int, str, float]]:
-    """Return ``(after, last, kind, mtime)`` of the segments in a directory, in order.
+class _Place(NamedTuple):
+    """A name of a segment in a listing; its kind is "dir" unless something else has such a name."""
 
-    The kind is "dir" unless something else has the name of a segment. The time is that of the disk.
-    """
-    try:
-        entries = filesystem.scan(directory)
-    except FileNotFoundError:
-        return []
-    named = ((parse_segment(entry.name), entry) for entry in entries)
-    return sorted((*steps, entry.kind, entry.mtime_s) for steps, entry in named if steps)
+    timeline: int
+    after: int
+    last: int
+    lossy: bool
+    kind: str
+    mtime_s: float
+
+    def path(self, run: PurePath) -> PurePath:
+        return segment_dir(run, self.timeline, self.after, self.last, lossy=self.lossy)
+
+
+def _places(
+    filesystem: FileSystem,
+    run: PurePath,
+    timelines: Iterable[int],
+    there: Callable[[int, str], bool],
+    *,
+    lossy: bool = True,
+) -> Iterator[_Place]:
+    """List the segments of these timelines, in order, lossy ones last."""
+    for is_lossy, name in ((False, LOG_DIR), (True, LOSSY_DIR))[: 1 + lossy]:
+        for timeline in timelines:
+            entries: list[DirEntry] = []
+            if there(timeline, name):
+                with contextlib.suppress(FileNotFoundError):
+                    entries = filesystem.scan(timeline_dir(run, timeline) / name)
+            for entry in entries:
+                if (steps := parse_segment(entry.name)) is not None:
+                    yield _Place(timeline, *steps, is_lossy, entry.kind, entry.mtime_s)
 
 
 def _ranks_in(filesystem: FileSystem, path: PurePath) -> list[int]:
@@ -368,18 +363,9 @@ def _disorder(heads: Sequence[RecordHead], timeline: int, last: int) -> str | No
     return None
 
 
-def _scan(
-    filesystem: FileSystem,
-    run: PurePath,
-    timeline: int,
-    after: int,
-    last: int,
-    rank: int,
-    *,
-    lossy: bool,
-    kind: str,
-) -> SegmentFound | None:
-    path = segment_dir(run, timeline, after, last, lossy=lossy)
+def _scan(filesystem: FileSystem, run: PurePath, place: _Place, rank: int) -> SegmentFound | None:
+    timeline, after, last, lossy, kind, _ = place
+    path = place.path(run)
     name = marker_name(rank)
 
     def bad(problem: str) -> SegmentFound:

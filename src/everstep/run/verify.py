@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from everstep.format.names import marker_name
 from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
-from everstep.run.open_base import OpenBase
+from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
@@ -76,7 +75,7 @@ def verify_base(
         found.read_files(marker.rank)
     # The meaning of damaged bytes would only add noise.
     if not found.damages:
-        found.check(contents, [marker.rank for marker in base.manifest.markers])
+        found.check(contents, len(base.manifest.markers))
     return Verdict(found.entries, found.size_bytes, tuple(found.damages))
 
 
@@ -143,18 +142,14 @@ class _Reading:
         finally:
             opened.close()
 
-    def check(self, contents: Callable[[Sequence[OpenBase]], object], ranks: list[int]) -> None:
+    def check(self, contents: Callable[[Sequence[OpenBase]], object], world: int) -> None:
         """Check the meaning of the bytes, with the files of all ranks open at once."""
         base = self._base
         try:
-            with contextlib.ExitStack() as stack:
-                opened = []
-                for rank in ranks:
-                    opened.append(OpenBase.open(self._filesystem, base, rank))
-                    stack.callback(opened[-1].close)
+            with open_ranks(self._filesystem, base) as opened:
                 contents(opened)
         except _BAD as error:
-            if len(ranks) == 1 or isinstance(error, OSError):
+            if world == 1 or isinstance(error, OSError):
                 self._note(str(base.path), error)
             else:
                 problem = f"{_UNFIT}: {error.message}"

@@ -1,8 +1,6 @@
 """A directory as a tier: one file per object.
 
-The directory may be local or on a network file system that all nodes see. In the second case it is
-a cluster's durable tier (TierCheck section 5.1 uses one), and the caller states in ``survives``
-which losses it survives.
+The directory may be local or on a network file system that all nodes see.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import TypeVar
 
 from everstep.format.names import TEMPORARY_SUFFIX
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
-from everstep.tiers.contract import Item, Loss, Traits, check_name
+from everstep.tiers.contract import Item, Traits, check_name
 from everstep.tiers.durable_files import (
     create_exclusive,
     ensure_dirs,
@@ -40,22 +38,15 @@ class DiskTier:
 
     Args:
         root: the directory. Other files in it are ignored; links are not followed.
-        survives: losses that it survives; by default those of a local disk.
     """
 
-    def __init__(
-        self,
-        filesystem: FileSystem,
-        root: PurePath,
-        *,
-        survives: frozenset[Loss] = frozenset({"process"}),
-        cost: int = 2,
-    ) -> None:
+    traits = Traits("disk", frozenset({"process"}), 2, bounded=False)
+
+    def __init__(self, filesystem: FileSystem, root: PurePath) -> None:
         self._filesystem = filesystem
         self._root = root
         self._made: set[PurePath] = set()
         self._making = threading.Lock()
-        self.traits = Traits("disk", survives, cost, bounded=False)
 
     @property
     def url(self) -> str:

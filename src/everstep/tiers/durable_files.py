@@ -118,7 +118,7 @@ def write_durably(
             raise
 
 
-def create_in(filesystem: FileSystem, path: PurePath, *, direct: bool = False) -> WriteFile:
+def create_in(filesystem: FileSystem, path: PurePath) -> WriteFile:
     """Create an empty file and its directory; replace a file of that name left by a crashed
     process.
 
@@ -128,7 +128,7 @@ def create_in(filesystem: FileSystem, path: PurePath, *, direct: bool = False) -
         ensure_dir(filesystem, path.parent)
         remove_if_there(filesystem, path)
         try:
-            return filesystem.create(path, direct=direct)
+            return filesystem.create(path, direct=True)
         except FileNotFoundError:
             if not left:
                 raise

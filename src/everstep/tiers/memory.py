@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
-from everstep.errors import OutOfSpaceError
-from everstep.seams.clock import Clock, SystemClock
 from everstep.seams.files.filesystem import ReadFile
 from everstep.seams.memory import copy_view
-from everstep.tiers.contract import Item, Loss, Traits, check_name
+from everstep.tiers.contract import Item, Traits, check_name
 from everstep.tiers.streams import read_whole
 
 __all__ = ["MemoryFile", "MemoryTier"]
@@ -48,53 +47,27 @@ class MemoryFile:
 
 
 class MemoryTier:
-    """Objects in the memory of this process, within a budget.
+    """Objects in the memory of this process, for tests."""
 
-    Args:
-        budget_bytes: maximum bytes of all objects; None: no limit.
-        kind: ``"memory"``, or ``"peer"`` for objects held for another node.
-        survives: losses that its contents survive.
-    """
+    traits = Traits("memory", frozenset(), 0)
+    url = "memory://"
 
-    def __init__(
-        self,
-        budget_bytes: int | None = None,
-        *,
-        kind: str = "memory",
-        survives: frozenset[Loss] = frozenset(),
-        cost: int = 0,
-        clock: Clock | None = None,
-    ) -> None:
-        self._budget_bytes = budget_bytes
-        self._clock = clock or SystemClock()
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[bytes, float]] = {}
-        self._used_bytes = 0
-        self.traits = Traits(kind, survives, cost)
-
-    @property
-    def url(self) -> str:
-        return f"{self.traits.kind}://"
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all objects."""
-        return self._used_bytes
 
     def put(self, name: str, source: ReadFile) -> None:
         check_name(name)
-        # Before reading: the data itself would exceed the budget.
-        self._check_budget(name, source.size_bytes)
         data = read_whole(source, name)
         with self._lock:
-            self._store(name, data)
+            self._objects[name] = (data, time.time())
 
     def create(self, name: str, data: bytes) -> bool:
         check_name(name)
         with self._lock:
             if name in self._objects:
                 return self._objects[name][0] == data
-            self._store(name, bytes(data))
+            self._objects[name] = (bytes(data), time.time())
             return True
 
     def open(self, name: str) -> ReadFile:
@@ -126,8 +99,7 @@ class MemoryTier:
     def delete(self, name: str) -> None:
         check_name(name)
         with self._lock:
-            data, _ = self._objects.pop(name, (b"", 0.0))
-            self._used_bytes -= len(data)
+            self._objects.pop(name, None)
 
     def sweep(self, prefix: str) -> None:
         """Do nothing: there are no incomplete objects."""
@@ -141,20 +113,3 @@ class MemoryTier:
 
     def close(self) -> None:
         """Do nothing: objects stay as long as this tier is referenced."""
-
-    def _store(self, name: str, data: bytes) -> None:
-        self._check_budget(name, len(data))
-        before, _ = self._objects.get(name, (b"", 0.0))
-        self._objects[name] = (data, self._clock.unix_s())
-        self._used_bytes += len(data) - len(before)
-
-    def _check_budget(self, name: str, size_bytes: int) -> None:
-        before, _ = self._objects.get(name, (b"", 0.0))
-        needed = self._used_bytes - len(before) + size_bytes
-        if self._budget_bytes is not None and needed > self._budget_bytes:
-            raise OutOfSpaceError(
-                f"{needed} bytes exceed the memory budget of {self._budget_bytes} bytes",
-                tier=self.traits.kind,
-                path=f"{self.url}{name}",
-                hint="raise the budget, or keep fewer bases in memory",
-            )

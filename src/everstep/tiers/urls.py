@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import PurePath, PurePosixPath
-from typing import Any
 
 from everstep.errors import OptionError
 from everstep.seams.clock import Clock
@@ -13,7 +12,7 @@ from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.object import ObjectTier
-from everstep.tiers.retry import RetryingTier, RetryPolicy
+from everstep.tiers.retry import RetryingTier
 
 __all__ = ["UrlPath", "is_url", "open_tier"]
 
@@ -35,28 +34,20 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
-def open_tier(
-    where: str,
-    filesystem: FileSystem,
-    *,
-    clock: Clock | None = None,
-    policy: RetryPolicy | None = None,
-    options: dict[str, Any] | None = None,
-) -> Tier:
+def open_tier(where: str, filesystem: FileSystem, *, clock: Clock | None = None) -> Tier:
     """Return the tier at a URL (``s3://bucket/prefix``, ``gs://``, ``az://``) or in a directory.
 
     Does not access it; use :meth:`Tier.check` for that.
 
     Args:
         filesystem: file system of a directory.
-        options: options of the store, as obstore names them.
 
     Raises:
         OptionError: it is neither a URL nor an absolute path.
         UnavailableError: the library for the store is not installed.
     """
     if is_url(where):
-        return RetryingTier(ObjectTier(where, options=options), policy, clock=clock)
+        return RetryingTier(ObjectTier(where), clock=clock)
     if not where or "\0" in where or not os.path.isabs(where):
         raise OptionError(
             f"{where!r} is not a valid place for copies of a run",

@@ -303,8 +303,7 @@ class _TakesAnyName(_Base):
 class _Alone(_Base):
     """A new one each time, and says that it survives."""
 
-    def __init__(self) -> None:
-        super().__init__(survives=frozenset({"process"}))
+    traits = Traits("memory", frozenset({"process"}), 0)
 
 
 class _ForgetsOnRefresh(_Base):
@@ -313,15 +312,11 @@ class _ForgetsOnRefresh(_Base):
 
 
 class _SaysNothing(_Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.traits = Traits("", frozenset(), 0)
+    traits = Traits("", frozenset(), 0)
 
 
 class _ShowsUsers(_Base):
-    @property
-    def url(self) -> Any:
-        return "memory://user:secret@host/"
+    url = "memory://user:secret@host/"
 
 
 @pytest.mark.parametrize(

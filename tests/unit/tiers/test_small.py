@@ -181,19 +181,6 @@ def test_policies_that_cannot_be() -> None:
 # --- Memory and disk --------------------------------------------------------------------
 
 
-def test_memory_keeps_to_its_budget() -> None:
-    tier = MemoryTier(100)
-    tier.put("a", source(bytes(60)))
-    with pytest.raises(OutOfSpaceError, match="budget of 100"):
-        tier.put("b", source(bytes(41)))
-    with pytest.raises(OutOfSpaceError):
-        tier.create("b", bytes(41))
-    tier.put("a", source(bytes(100)))  # in its own place
-    tier.delete("a")
-    assert tier.used_bytes == 0
-    tier.put("b", source(bytes(100)))
-
-
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ENOSPC, OutOfSpaceError), (errno.EACCES, PermissionDeniedError)]
 )

@@ -152,7 +152,7 @@ class SegmentWriter:
             self._has_dir = True
         path = directory / plan.name
         # Temporary name until the bytes are durable: a crash leaves no file that looks complete.
-        file = create_in(filesystem, temporary(path), direct=True)
+        file = create_in(filesystem, temporary(path))
         limits: dict[str, Any] = {"timeout_s": self._timeout_s, "progress": silent}
         try:
             file.reserve(plan.size_bytes)
