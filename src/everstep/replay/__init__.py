@@ -4,8 +4,8 @@ Read in this order:
 
 ``updates``         ``Update``: inputs of one ``step()`` call
 ``exactness``       optimizers that can be replayed, and configurations where replay is bit-exact
-``engine``          ``Replayer``: applies updates of one optimizer to named tensors, in place
-``checks``          refuses updates out of order, or that do not fit
+``engine``          ``Replayer``: checks updates of one optimizer, and applies them to named
+                    tensors, in place
 ``optimizer_step``  the optimizer's own ``step()``, on complete tensors and without hooks
 ``packed``          compressed gradients
 ``functional``      torch's functional forms of SGD, Adam and AdamW

@@ -185,8 +185,6 @@ def exactness(
     kind: Kind,
     groups: Sequence[Mapping[str, Any]],
     device_type: str,
-    *,
-    elementwise_declared: bool = False,
 ) -> Exactness:
     """Return whether replay of this configuration gives the bits of training.
 
@@ -194,16 +192,12 @@ def exactness(
         kind: class of the optimizer.
         groups: hyperparameters of its parameter groups.
         device_type: device type of the parameters, in training and in replay.
-        elementwise_declared: the class was declared by its user. Its own code replays it, but only
-            an
-            audit can prove exactness.
     """
     name = kind_name(kind)
     if _TORCH.get(kind.__name__) is not kind:
-        known = elementwise_declared or name in _DECLARED
         return Exactness(
             False,
-            f"{name} is {'declared by its user' if known else 'unknown'}, "
+            f"{name} is {'declared by its user' if name in _DECLARED else 'unknown'}, "
             "not in the exactness matrix",
         )
     for options in groups:

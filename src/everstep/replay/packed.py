@@ -15,7 +15,7 @@ import torch
 from everstep.compress.quantized import BLOCK_NUMEL, Int8
 from everstep.compress.sparse import Sparse
 
-__all__ = ["Gradient", "Packed", "dense"]
+__all__ = ["Gradient", "Packed", "dense", "is_widening"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,3 +80,16 @@ Gradient = torch.Tensor | Packed
 def dense(gradient: Gradient) -> torch.Tensor:
     """Return a gradient as the tensor that the optimizer consumed."""
     return gradient.dense() if isinstance(gradient, Packed) else gradient.detach()
+
+
+def is_widening(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Return True if ``wide`` has every value of ``narrow``: a log may leave out low bits that are
+    zero."""
+    if narrow == wide:
+        return True
+    if narrow.is_complex != wide.is_complex or narrow.is_floating_point != wide.is_floating_point:
+        return False
+    try:
+        return torch.promote_types(narrow, wide) == wide
+    except RuntimeError:  # fp8 and the like have no promotion
+        return False

@@ -7,6 +7,5 @@ Runs in the training process (and in ``everstep.load``). Read in this order:
 ``pieces``       pieces of sharded entries, copied to their destinations
 ``load``         all of it, in order: compare, stream, restore
 ``restored``     live state while a restore proceeds
-``inexact``      reasons why a restored state is not exact
 ``nonfinite``    check for NaN and infinity
 """

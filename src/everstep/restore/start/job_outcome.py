@@ -14,11 +14,10 @@ from everstep.errors import MismatchError, RecoveryError
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.restore.fetch.sources import Place, RankBack, RankRead, source_name
 from everstep.restore.fetch.start_channel import Meeting
-from everstep.restore.load.inexact import why_inexact
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.load.nonfinite import nonfinite_notice
 from everstep.restore.start.rank_log import Redone
-from everstep.restore.start.report import Resumed
+from everstep.restore.start.report import Resumed, why_inexact
 from everstep.run.audits import audit_of
 from everstep.run.candidates import Skipped
 from everstep.run.scan import Inventory

@@ -25,12 +25,11 @@ from everstep.errors import (
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest
 from everstep.restore.fetch.copies import parallel_reads
-from everstep.restore.load.inexact import why_inexact
 from everstep.restore.load.nonfinite import nonfinite_notice
 from everstep.restore.load.restored import Restored
 from everstep.restore.log.log_found import LogFound
 from everstep.restore.start.missing_sections import refuse_log_loss
-from everstep.restore.start.report import Resumed
+from everstep.restore.start.report import Resumed, why_inexact
 from everstep.restore.start.request import ResumeRequest
 from everstep.restore.start.roll_forward import (
     ChoiceGoneError,
