@@ -52,8 +52,6 @@ class Traits:
         kind: ``"memory"``, ``"peer"``, ``"disk"`` or ``"object"``; the ``tier`` of errors.
         survives: losses that its contents survive.
         cost: order of recovery, cheapest first (TierCheck section 3.3); 0 for this node's memory.
-        bounded: True: every call ends within a fixed time. False: a call may hang as long as the
-            storage does, and callers must watch its progress.
         consistent: True: listings are up to date. False: a listing may be outdated; callers that
             need certainty open the name.
     """
@@ -61,7 +59,6 @@ class Traits:
     kind: str
     survives: frozenset[Loss]
     cost: int
-    bounded: bool = True
     consistent: bool = True
 
 

@@ -66,9 +66,6 @@ class RetryingTier:
         pause: waits for some seconds and returns True to give up; None: sleeps, until
             :meth:`close`.
         seed: seed of the jitter; None: random.
-
-    Attributes:
-        retried: number of attempts that were not the first.
     """
 
     def __init__(
@@ -86,7 +83,6 @@ class RetryingTier:
         self._closed = threading.Event()
         self._pause = pause or self._closed.wait
         self._random = random.Random(seed)
-        self.retried = 0
 
     @property
     def traits(self) -> Traits:
@@ -177,7 +173,6 @@ class RetryingTier:
                 if self._pause(pause_s):
                     self._give_up("before it was closed", what, name, error)
             attempt += 1
-            self.retried += 1
 
 
 class _RetryingFile:

@@ -1,7 +1,7 @@
 """Networks of Checkflow section IV-A, in plain torch, and their inputs.
 
 Their configurations are those of MODeL's public benchmark (Steiner et al., ICML 2023): half-width
-MNASNet, ResNet-18, R3D-18 on clips of one frame, a Transformer of one layer on each side, VGG-11,
+_MNASNet, ResNet-18, R3D-18 on clips of one frame, a Transformer of one layer on each side, VGG-11,
 ViT-B/16, and as BERT the encoder of RoBERTa base on sentences of four tokens; plain SGD.
 
 Shapes of the convolutional networks: ``B`` images or clips, 3 channels, 224 x 224 pixels (112 x 112
@@ -19,33 +19,17 @@ from torch import Tensor, nn
 from everstep.config.given import nearest
 from everstep.errors import OptionError
 
-__all__ = [
-    "BERT",
-    "PUBLISHED",
-    "VGG11",
-    "AlexNet",
-    "MNASNet",
-    "Published",
-    "ResNet3D18",
-    "ResNet18",
-    "SmallTransformer",
-    "VisionTransformer",
-    "published",
-    "sentences",
-]
+__all__ = ["PUBLISHED", "Published", "published", "sentences"]
 
 
-class BERT(nn.Module):
-    """The encoder of RoBERTa base (Liu et al., arXiv 1907.11692): 124,054,272 parameters.
+class _BERT(nn.Module):
+    """The encoder of RoBERTa base (Liu et al., arXiv 1907.11692): 124,054,272 parameters."""
 
-    Args:
-        context: longest sequence; two more positions are there for padding.
-    """
-
-    def __init__(self, vocabulary: int = 50_265, context: int = 512) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, 768, padding_idx=1)
-        self.positions = nn.Embedding(context + 2, 768, padding_idx=1)
+        self.tokens = nn.Embedding(50_265, 768, padding_idx=1)
+        # Sentences of 512 tokens at most; two more positions are there for padding.
+        self.positions = nn.Embedding(514, 768, padding_idx=1)
         self.norm = nn.LayerNorm(768)
         self.dropout = nn.Dropout(0.1)
         self.layers = nn.ModuleList(
@@ -62,10 +46,10 @@ class BERT(nn.Module):
         return x
 
 
-class VisionTransformer(nn.Module):
+class _VisionTransformer(nn.Module):
     """ViT-B/16 (Dosovitskiy et al., arXiv 2010.11929): 86,567,656 parameters."""
 
-    def __init__(self, classes: int = 1000) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 768, 16, stride=16)
         self.first = nn.Parameter(torch.zeros(1, 1, 768))
@@ -77,7 +61,7 @@ class VisionTransformer(nn.Module):
             for _ in range(12)
         )
         self.norm = nn.LayerNorm(768)
-        self.classifier = nn.Linear(768, classes)
+        self.classifier = nn.Linear(768, 1000)
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, 3, 224, 224)`` to ``(B, classes)``."""
@@ -89,7 +73,7 @@ class VisionTransformer(nn.Module):
         return logits
 
 
-class SmallTransformer(nn.Module):
+class _SmallTransformer(nn.Module):
     """One encoder and one decoder layer with a single head, of torch's default widths (512 and
     2048): 7,358,464 parameters."""
 
@@ -106,59 +90,40 @@ class SmallTransformer(nn.Module):
         return out
 
 
-class AlexNet(nn.Module):
+def _alexnet() -> nn.Module:
     """AlexNet in its single-tower form (Krizhevsky, arXiv 1404.5997): 61,100,840 parameters."""
-
-    def __init__(self, classes: int = 1000) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True)),
-            nn.MaxPool2d(3, stride=2),
-            *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True)),
-            nn.MaxPool2d(3, stride=2),
-            *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True)),
-            nn.MaxPool2d(3, stride=2),
-            nn.AdaptiveAvgPool2d(6),
-        )
-        self.classifier = nn.Sequential(
-            *(nn.Dropout(0.5), nn.Linear(256 * 36, 4096), nn.ReLU(inplace=True)),
-            *(nn.Dropout(0.5), nn.Linear(4096, 4096), nn.ReLU(inplace=True)),
-            nn.Linear(4096, classes),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        """``(B, 3, 224, 224)`` to ``(B, classes)``."""
-        logits: Tensor = self.classifier(self.features(images).flatten(1))
-        return logits
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True)),
+        nn.MaxPool2d(3, stride=2),
+        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True)),
+        nn.MaxPool2d(3, stride=2),
+        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True)),
+        nn.MaxPool2d(3, stride=2),
+        *(nn.AdaptiveAvgPool2d(6), nn.Flatten()),
+        *(nn.Dropout(0.5), nn.Linear(256 * 36, 4096), nn.ReLU(inplace=True)),
+        *(nn.Dropout(0.5), nn.Linear(4096, 4096), nn.ReLU(inplace=True)),
+        nn.Linear(4096, 1000),
+    )
 
 
-class VGG11(nn.Module):
+def _vgg11() -> nn.Module:
     """VGG configuration A (Simonyan and Zisserman, arXiv 1409.1556): 132,863,336 parameters."""
-
-    _WIDTHS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
-
-    def __init__(self, classes: int = 1000) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for stage in self._WIDTHS:
-            for width in stage:
-                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-                channels = width
-            layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7))
-        self.classifier = nn.Sequential(
-            *(nn.Linear(512 * 49, 4096), nn.ReLU(inplace=True), nn.Dropout(0.5)),
-            *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(0.5)),
-            nn.Linear(4096, classes),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        """``(B, 3, 224, 224)`` to ``(B, classes)``."""
-        logits: Tensor = self.classifier(self.features(images).flatten(1))
-        return logits
+    layers: list[nn.Module] = []
+    channels = 3
+    for stage in ((64,), (128,), (256, 256), (512, 512), (512, 512)):
+        for width in stage:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(
+        *layers,
+        *(nn.AdaptiveAvgPool2d(7), nn.Flatten()),
+        *(nn.Linear(512 * 49, 4096), nn.ReLU(inplace=True), nn.Dropout(0.5)),
+        *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(0.5)),
+        nn.Linear(4096, 1000),
+    )
 
 
 class _Residual(nn.Module):
@@ -205,43 +170,25 @@ def _stages(
     return nn.Sequential(*blocks)
 
 
-class ResNet18(nn.Module):
+def _resnet18() -> nn.Module:
     """ResNet-18 (He et al., arXiv 1512.03385): 11,689,512 parameters."""
-
-    def __init__(self, classes: int = 1000) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
-            *(nn.BatchNorm2d(64), nn.ReLU(inplace=True)),
-            nn.MaxPool2d(3, stride=2, padding=1),
-        )
-        self.stages = _stages(nn.Conv2d, nn.BatchNorm2d)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(512, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """``(B, 3, 224, 224)`` to ``(B, classes)``."""
-        logits: Tensor = self.classifier(self.pool(self.stages(self.stem(images))).flatten(1))
-        return logits
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+        *(nn.BatchNorm2d(64), nn.ReLU(inplace=True)),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        _stages(nn.Conv2d, nn.BatchNorm2d),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)),
+    )
 
 
-class ResNet3D18(nn.Module):
+def _resnet3d18() -> nn.Module:
     """R3D-18, 3 x 3 x 3 throughout (Tran et al., arXiv 1711.11248): 33,371,472 parameters."""
-
-    def __init__(self, classes: int = 400) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv3d(3, 64, (3, 7, 7), stride=(1, 2, 2), padding=(1, 3, 3), bias=False),
-            *(nn.BatchNorm3d(64), nn.ReLU(inplace=True)),
-        )
-        self.stages = _stages(nn.Conv3d, nn.BatchNorm3d)
-        self.pool = nn.AdaptiveAvgPool3d(1)
-        self.classifier = nn.Linear(512, classes)
-
-    def forward(self, clips: Tensor) -> Tensor:
-        """``(B, 3, T, 112, 112)`` to ``(B, classes)``."""
-        logits: Tensor = self.classifier(self.pool(self.stages(self.stem(clips))).flatten(1))
-        return logits
+    return nn.Sequential(
+        nn.Conv3d(3, 64, (3, 7, 7), stride=(1, 2, 2), padding=(1, 3, 3), bias=False),
+        *(nn.BatchNorm3d(64), nn.ReLU(inplace=True)),
+        _stages(nn.Conv3d, nn.BatchNorm3d),
+        *(nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(512, 400)),
+    )
 
 
 class _Inverted(nn.Module):
@@ -264,7 +211,7 @@ class _Inverted(nn.Module):
         return out + x if self.around else out
 
 
-class MNASNet(nn.Module):
+class _MNASNet(nn.Module):
     """MNASNet-B1 of half the width (Tan et al., arXiv 1807.11626): 2,218,512 parameters."""
 
     # out, kernel, stride, factor, blocks
@@ -277,7 +224,7 @@ class MNASNet(nn.Module):
         (160, 3, 1, 6, 1),
     )
 
-    def __init__(self, classes: int = 1000) -> None:
+    def __init__(self) -> None:
         super().__init__()
         layers: list[nn.Module] = [
             *_normalised(nn.Conv2d(3, 16, 3, 2, 1, bias=False)),
@@ -292,7 +239,7 @@ class MNASNet(nn.Module):
                 channels = out
         layers += _normalised(nn.Conv2d(channels, 1280, 1, bias=False))
         self.layers = nn.Sequential(*layers)
-        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, classes))
+        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, 1000))
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, 3, 224, 224)`` to ``(B, classes)``."""
@@ -302,9 +249,6 @@ class MNASNet(nn.Module):
 
 def _normalised(convolution: nn.Conv2d) -> Sequence[nn.Module]:
     return convolution, nn.BatchNorm2d(convolution.out_channels), nn.ReLU(inplace=True)
-
-
-_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +287,7 @@ def _clips(batch: int) -> tuple[Tensor, ...]:
     return (torch.rand(batch, 3, 1, 112, 112),)
 
 
-def sentences(batch: int, tokens: int = _TOKENS) -> tuple[Tensor, ...]:
+def sentences(batch: int, tokens: int = 4) -> tuple[Tensor, ...]:
     """Random tokens, ``(batch, tokens)``."""
     return (torch.randint(2, 50_000, (batch, tokens)),)
 
@@ -355,14 +299,14 @@ def _sequences(batch: int) -> tuple[Tensor, ...]:
 PUBLISHED = {
     found.name: found
     for found in (
-        Published("alexnet", AlexNet, _images, 61_100_840),
-        Published("bert", BERT, sentences, 124_054_272),
-        Published("mnasnet", MNASNet, _images, 2_218_512),
-        Published("resnet", ResNet18, _images, 11_689_512),
-        Published("resnet3d", ResNet3D18, _clips, 33_371_472),
-        Published("transformer", SmallTransformer, _sequences, 7_358_464),
-        Published("vgg", VGG11, _images, 132_863_336),
-        Published("vit", VisionTransformer, _images, 86_567_656),
+        Published("alexnet", _alexnet, _images, 61_100_840),
+        Published("bert", _BERT, sentences, 124_054_272),
+        Published("mnasnet", _MNASNet, _images, 2_218_512),
+        Published("resnet", _resnet18, _images, 11_689_512),
+        Published("resnet3d", _resnet3d18, _clips, 33_371_472),
+        Published("transformer", _SmallTransformer, _sequences, 7_358_464),
+        Published("vgg", _vgg11, _images, 132_863_336),
+        Published("vit", _VisionTransformer, _images, 86_567_656),
     )
 }
 """By name."""
