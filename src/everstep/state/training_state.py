@@ -103,7 +103,6 @@ class State:
         replays_fast: replay may use kernels whose last bits differ from those of training.
         layout: entries of the last survey; another object once they change.
         trains_in: thread that has ended the last step; None: there was none.
-        rank_local: parameters inside of DDP that differ between ranks.
         said: warnings about the data since the last resume.
         buckets: the order in which DDP sums gradients.
     """
@@ -159,7 +158,6 @@ class State:
         self._inspection_order = [*modules, *(key for key in self.providers if key not in modules)]
         self._survey_builder = SurveyBuilder(rules)
         self._share = RankShare(ranks, self.providers)
-        self.rank_local = self._share.rank_local
         # Survey once now: leaves that cannot be stored are refused here, not at the first save.
         survey = self._survey()
         self._share.of(survey)

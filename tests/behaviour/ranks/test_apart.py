@@ -1,10 +1,8 @@
-"""Parameters that DDP does not reduce: common while nobody trains them, then each rank's own; and
-states and options that ranks were not given alike."""
+"""Parameters that DDP does not reduce are common; states and options that differ between ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,9 +24,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
 from everstep.state.ranks.writers import WriterAssignment
-from everstep.testing import inspect
 from everstep.trainer.job.option_check import shared_options
-from tests.support.ranks.logs import die
 from tests.support.ranks.together import on_all, rank_seams
 
 FROZEN = ("0.weight", "0.bias")
@@ -43,12 +39,11 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is as if DistributedDataParallel were around it, made when a part was frozen."""
     ranks = lambda module: (getattr(module, "alike", None), frozenset[str]())  # noqa: E731
     monkeypatch.setattr(ddp, "ddp_replicas", ranks)
-    monkeypatch.setattr(ddp, "_unreduced", lambda module: getattr(module, "frozen", ()))
 
 
 @dataclass
 class Rank:
-    """One of two: its own gradients of the layer that DDP does not reduce, common ones of others.
+    """One of two, with the same gradients.
 
     Attributes:
         errors: that ``on_failure`` was called with.
@@ -60,23 +55,14 @@ class Rank:
     optimizer: torch.optim.Optimizer
     errors: list[EverstepError] = field(default_factory=list)
 
-    def train(self, steps: int, *, freed: bool = False, until_mark: bool = True) -> None:
-        """Args:
-        freed: the layer is trained, too.
-        until_mark: it is not frozen again before the step is over.
-        """
+    def train(self, steps: int) -> None:
         for _ in range(steps):
-            for parameter in self.model.frozen:
-                parameter.requires_grad_(freed)
-            for number, parameter in enumerate(self.model.parameters()):
-                own = self.number if number < len(FROZEN) else 0
-                value = 0.1 * (self.ckpt.stats().step + 1 + own)
+            value = 0.1 * (self.ckpt.stats().step + 1)
+            for parameter in self.model.parameters():
                 parameter.grad = (
                     torch.full_like(parameter, value) if parameter.requires_grad else None
                 )
             self.optimizer.step()
-            for parameter in self.model.frozen:
-                parameter.requires_grad_(freed and until_mark)
             self.ckpt.step()
 
     @property
@@ -144,17 +130,9 @@ def resume(ranks: list[Rank], step: int | None = None) -> list[everstep.Recovery
     return on_all(*(lambda one=one: one.ckpt.resume(step) for one in ranks))  # type: ignore[misc]
 
 
-def train(ranks: list[Rank], steps: int, freed: Callable[[int], bool], **how: Any) -> None:
-    on_all(*(lambda one=one: one.train(steps, freed=freed(one.number), **how) for one in ranks))  # type: ignore[misc]
+def train(ranks: list[Rank], steps: int) -> None:
+    on_all(*(lambda one=one: one.train(steps) for one in ranks))  # type: ignore[misc]
     on_all(*(lambda one=one: one.ckpt.wait(20) for one in ranks))  # type: ignore[misc]
-
-
-def nobody(rank: int) -> bool:
-    return False
-
-
-def both(rank: int) -> bool:
-    return True
 
 
 def written(path: Path, step: int, timeline: int = 1) -> list[list[str]]:
@@ -172,73 +150,6 @@ def back(path: Path, wanted: list[list[torch.Tensor]], step: int, **options: Any
             assert all(map(torch.equal, one.weights, mine)), f"rank {one.number}"
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("method", ["sync", "lazy", "logged", "checkfreq"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("until_mark", [True, False], ids=["seen", "frozen at each mark"])
-def test_what_was_trained_stays_a_ranks_own_though_it_is_frozen_again(
-    tmp_path: Path, method: str, optimizer: str, until_mark: bool
-) -> None:
-    about: dict[str, Any] = {"method": method, "optimizer": optimizer}
-    with job(tmp_path / "run", **about) as ranks:
-        resume(ranks)
-        train(ranks, 2, nobody)
-        train(ranks, 2, both, until_mark=until_mark)
-        train(ranks, 2, nobody)
-        wanted = [one.weights for one in ranks]
-        assert not torch.equal(wanted[0][0], wanted[1][0])
-        assert [one.errors for one in ranks] == [[], []]
-        end(ranks, method)
-    back(tmp_path / "run", wanted, 6, **about)
-
-
-def end(ranks: list[Rank], method: str) -> None:
-    """No base at the end."""
-    if method == "logged":
-        die(ranks)
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("method", ["sync", "logged"])
-def test_a_layer_that_one_rank_alone_trains_is_each_ranks_own(
-    tmp_path: Path, who: int, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "run"
-    with job(path, method=method) as ranks, caplog.at_level(logging.WARNING, "everstep"):
-        resume(ranks)
-        train(ranks, 2, nobody)
-        train(ranks, 4, lambda rank: rank == who)
-        wanted = [one.weights for one in ranks]
-        assert [one.errors for one in ranks] == [[], []]
-        assert written(path, 6) == [list(FROZEN)] * 2
-        end(ranks, method)
-    told = [r.getMessage() for r in caplog.records if "each rank saves its own" in r.getMessage()]
-    assert len(told) == 2, "once on each rank"
-    assert all(f"rank(s) {who} trained" in text and "model/0.bias" in text for text in told)
-    back(path, wanted, 6, method=method)
-
-
-@pytest.mark.parametrize("lives", [1, 2])
-def test_what_a_base_has_of_each_ranks_own_stays_so_where_it_is_frozen_from_the_start(
-    tmp_path: Path, lives: int
-) -> None:
-    path = tmp_path / "run"
-    with job(path) as ranks:
-        resume(ranks)
-        train(ranks, 2, both)
-        wanted = [one.weights[:2] for one in ranks]
-    for life in range(lives):
-        with job(path) as ranks:
-            resume(ranks)
-            train(ranks, 2, nobody)
-            assert written(path, 4 + 2 * life, 2 + life) == [list(FROZEN)] * 2
-    with job(path) as ranks:
-        resume(ranks)
-        for one, mine in zip(ranks, wanted, strict=True):
-            assert all(map(torch.equal, one.weights[:2], mine))
-
-
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["sync", "lazy", "checkfreq"])
 def test_what_nobody_trains_is_written_once_in_each_life(tmp_path: Path, method: str) -> None:
@@ -247,58 +158,9 @@ def test_what_nobody_trains_is_written_once_in_each_life(tmp_path: Path, method:
     for life in range(3):
         with job(path, method=method) as ranks:
             assert {found.step for found in resume(ranks)} == {2 * life}
-            train(ranks, 2, nobody)
+            train(ranks, 2)
             found = written(path, 2 + 2 * life, 1 + life)
             assert sorted(found[0] + found[1]) == sorted(FROZEN)
-
-
-def tied(rank: int, state: dict[str, Any]) -> None:
-    state["model"].register_parameter("again", state["model"][0].weight)
-
-
-def test_what_has_two_names_and_nobody_trains_stays_common(tmp_path: Path) -> None:
-    for life in range(2):
-        with job(tmp_path / "run", change=tied) as ranks:
-            assert {found.step for found in resume(ranks)} == {2 * life}
-            train(ranks, 2, nobody)
-            assert [inspect(one.ckpt).state.rank_local.names() for one in ranks] == [[], []]
-
-
-def test_what_was_trained_is_a_ranks_own_behind_a_rewind_too(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    with job(path) as ranks:
-        resume(ranks)
-        train(ranks, 2, nobody)
-        train(ranks, 1, both)
-        resume(ranks, 2)
-        train(ranks, 2, nobody)
-        assert written(path, 4, 2) == [list(FROZEN)] * 2
-
-
-@pytest.mark.parametrize("counts", [True, False], ids=["in place", "kernels of replay"])
-def test_what_replay_has_trained_is_a_ranks_own(
-    tmp_path: Path, counts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On disks of their own the log leads on where the layer begins to be trained: each has all.
-    A kernel that replays updates need not move torch's version counters."""
-    if not counts:
-        monkeypatch.setattr("everstep.state.ranks.ddp._version", lambda parameter: 0)
-    paths = tmp_path / "run 0", tmp_path / "run 1"
-    log = LogOptions(to="disk", batch_steps=1)
-    about: dict[str, Any] = {"method": "logged", "log": log, "optimizer": "sgd"}
-    with job(*paths, **about, every=100) as ranks:
-        resume(ranks)
-        train(ranks, 2, nobody)
-        train(ranks, 1, both)  # behind the next step there would be a base
-        wanted = [one.weights for one in ranks]
-        die(ranks)
-    with job(*paths, **about) as ranks:
-        found = resume(ranks)
-        assert {(one.step, one.replayed) for one in found} == {(3, 2)}
-        for one, mine in zip(ranks, wanted, strict=True):
-            assert all(map(torch.equal, one.weights, mine))
-            assert inspect(one.ckpt).state.rank_local.names() == ["model/0.bias", "model/0.weight"]
-        die(ranks)
 
 
 def left_out(rank: int, state: dict[str, Any]) -> None:
@@ -325,11 +187,11 @@ def test_ranks_with_other_states_take_no_base_and_keep_the_good_ones(
     path = tmp_path / "run"
     with job(path, method=method, keep=1) as ranks:
         resume(ranks)
-        train(ranks, 4, nobody)
+        train(ranks, 4)
         wanted = [one.weights for one in ranks]
     with job(path, method=method, keep=1, change=change) as ranks:
         on_all(*(lambda one=one: one.ckpt.resume(strict=False) for one in ranks))  # type: ignore[misc]
-        train(ranks, 2, nobody)
+        train(ranks, 2)
         for one in ranks:
             error = next(e for e in one.errors if isinstance(e, StorageError))
             assert error.step == 6
@@ -355,7 +217,7 @@ def test_verify_does_not_blame_the_disk_for_parts_that_do_not_fit(
             WriterAssignment, "replica_digests", lambda self, aliases: ()
         )  # as it was once
         resume(ranks)
-        train(ranks, 2, nobody)
+        train(ranks, 2)
     found = CliRunner().invoke(app, ["verify", str(path)])
     told = " ".join(found.output.split())
     assert found.exit_code == 1

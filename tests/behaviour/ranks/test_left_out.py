@@ -36,7 +36,6 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is as if DistributedDataParallel were around it."""
     ranks = lambda module: (getattr(module, "alike", None), frozenset[str]())  # noqa: E731
     monkeypatch.setattr(ddp, "ddp_replicas", ranks)
-    monkeypatch.setattr(ddp, "_unreduced", lambda module: ())
 
 
 @dataclass

@@ -104,6 +104,19 @@ def test_local_sgd(hook: Any) -> None:
         assert "post_localSGD_hook" in refused(state, heard)
 
 
+def test_a_layer_that_was_frozen_when_ddp_was_made() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].requires_grad_(False)
+    with as_rank(0, 2) as ranks:
+        values = {"model": DDP(net, init_sync=False), "both": torch.optim.SGD(net.parameters())}
+        state = State(values, ranks=ranks)
+        passes(state, [], "both")
+        net[0].requires_grad_(True)
+        passes(state, [], "both")  # it has no gradient yet
+        net[0].weight.grad = torch.ones(2, 2)
+        assert "frozen when it was made" in refused(state, [])
+
+
 def test_other_hooks_are_not_meant() -> None:
     with gated() as (ddp, state, heard):
         ddp.register_comm_hook(None, allreduce_hook)

@@ -385,8 +385,6 @@ def _load(
     notes += discard_gradients(state.stateful_objects, state.optimizers.values())
     # State outside the sections is not restored, so the result is not exact on any rank.
     notes += state.unsaved_reasons
-    placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
-    state.rank_local.restored(placed, saved.world, state.ranks.world)
     shape = ""
     names = list[str]()
     if saved.world == 1:

@@ -166,7 +166,6 @@ class LiveMemory:
         if replayer is None:
             replayer = self._program.replayers[key] = self._replayer(key)
         replayer.apply(updates)
-        self._state.rank_local.trained(key, {name for one in updates for name in one.gradients})
 
     def put(self, entries: MarkEntries) -> None:
         """Copy entries of marks into the live tensors."""

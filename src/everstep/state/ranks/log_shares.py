@@ -126,10 +126,7 @@ def _replicated_parameters(state: State) -> Iterator[_ReplicatedParameter]:
     if state.ranks.world == 1:
         return
     sharing = state.sharing if state.ranks.followed else None
-    if sharing is None:
-        common = find_replication(state.providers.values(), {}, state.rank_local.own())
-    else:
-        common = sharing.common
+    common = sharing.common if sharing else find_replication(state.providers.values(), {})
     for key, provider in state.providers.items():
         if not isinstance(provider, OptimizerProvider):
             continue

@@ -22,7 +22,6 @@ from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
 from everstep.state.providers.provider import Provider, RestorePlan
 from everstep.state.providers.stateful import StatefulProvider
-from everstep.state.ranks.ddp import RankLocalParameters, unreduced_parameters
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.ranks.writers import WriterAssignment, find_replication
 from everstep.state.survey.survey import Shape, Survey, unsupported
@@ -128,7 +127,6 @@ class RankShare:
         providers: providers by section; more may be added until the first call.
 
     Attributes:
-        rank_local: parameters that DDP does not reduce and that differ between ranks.
         sharing: writers of the entries surveyed last; None: a job of one rank.
     """
 
@@ -137,8 +135,6 @@ class RankShare:
         self._providers = providers
         self._shapes: tuple[Shape, Shape] | None = None  # of everything, of the share; seen last
         self._tensors: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
-        self._own: frozenset[int] = frozenset()  # ids of rank-local parameters
-        self.rank_local = RankLocalParameters(providers)
         self.sharing: WriterAssignment | None = None
 
     def of(self, survey: Survey) -> Survey:
@@ -152,12 +148,10 @@ class RankShare:
         """
         shapes = self._shapes
         tensors = self._tensors
-        own = self._own if self._ranks.world == 1 else self.rank_local.own()
-        if shapes is None or shapes[0] is not survey.shape or own != self._own:
+        if shapes is None or shapes[0] is not survey.shape:
             shapes = (survey.shape, self._share_of(survey.shape))
             tensors = None
             self._shapes = shapes
-            self._own = own
         if shapes[1] is shapes[0]:
             return survey
         if tensors is None or tensors[0] is not survey.tensors:
@@ -181,20 +175,11 @@ class RankShare:
         keys = [join_path(p.section, key) for p in modules for key, _ in p.named_parameters()]
         parameters = {aliases.get(key, key) for key in keys}
         alone = frozenset({self._ranks.rank})
-        # At the step of the base, each rank may have trained the parameters frozen now by itself.
-        frozen = {id(parameter) for parameter in unreduced_parameters(providers.values())}
-        apart = {
-            aliases.get(name, name)
-            for p in modules
-            for key, parameter in p.named_parameters()
-            if id(parameter) in frozen
-            for name in [join_path(p.section, key)]
-        }
 
         def of(name: str) -> tuple[str, frozenset[int]] | None:
             unit = sharing.unit_of(aliases.get(name, name))
             if unit in parameters:
-                return unit, alone if unit in apart else sharing.ranks_of(unit)
+                return unit, sharing.ranks_of(unit)
             section, kind, *_ = (*name.split("/", 2), "")
             of_optimizer = isinstance(providers.get(section), OptimizerProvider)
             own = name, alone
@@ -230,7 +215,7 @@ class RankShare:
         """Assign the writers. With a log, each rank writes all entries that its marks hold,
         since it restores them from its own log only (frozen parameters inside of DDP that follow
         others, say)."""
-        common = find_replication(self._providers.values(), shape.aliases, self.rank_local.own())
+        common = find_replication(self._providers.values(), shape.aliases)
         marked = (name for name, owner in shape.owners.items() if owner.in_marks)
         alone = frozenset(marked if self._ranks.logged else ())
         return WriterAssignment(self._ranks, shape.entries, common, alone)

@@ -262,21 +262,17 @@ def _parameter_prefix(name: str) -> str:
     return "/".join(name.split("/", 3)[:3])
 
 
-def find_replication(
-    providers: Iterable[Provider], aliases: Mapping[str, str], own: Collection[int]
-) -> Replication:
+def find_replication(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Replication:
     """Find the state that ranks replicate, from wrappers and optimizers.
 
     Parameters inside of DistributedDataParallel are equal on all ranks of its group, and so is the
     state that torch's own optimizers keep for them; other optimizers may keep rank-local state.
-    Parameters that were frozen when DDP was made, and trained since, are rank-local: DDP does not
-    reduce their gradients. So are buffers: each rank computes its own, and a broadcast of them
-    happens only before the next forward.
+    Buffers are rank-local: each rank computes its own, and a broadcast of them happens only before
+    the next forward.
 
     Args:
         providers: providers of the sections.
         aliases: ``other name -> entry name``.
-        own: ids of rank-local parameters (:class:`.ddp.RankLocalParameters`).
     """
     providers = list(providers)
     entries: dict[int, str] = {}
@@ -289,7 +285,7 @@ def find_replication(
             name = join_path(provider.section, key)
             name = aliases.get(name, name)
             entries.setdefault(id(parameter), name)
-            if ranks is not None and key not in ignored and id(parameter) not in own:
+            if ranks is not None and key not in ignored:
                 parameters[name] = ranks
     states: dict[str, str] = {}
     owned: dict[str, tuple[int, ...]] = {}

@@ -7,6 +7,5 @@ Runs in the training process. Read in this order:
 - ``start``: one start of all ranks.
 - ``option_check``: checks that all ranks were given the same options.
 - ``peer_nodes``: which node's memory holds whose copies.
-- ``own_parameters``: parameters that DDP does not reduce, and each rank saves by itself.
 - ``copies``: opens places for copies.
 """

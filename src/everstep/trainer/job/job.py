@@ -32,7 +32,6 @@ from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
 from everstep.seams.network.group import Group, group_of_job, store_survives_restarts
 from everstep.seams.network.mailbox import NoMailbox
-from everstep.state.ranks.ddp import RankLocalParameters
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.orphaned_keepers import orphaned_logs
@@ -40,11 +39,6 @@ from everstep.trainer.job.option_check import (
     refuse_unaudited,
     refuse_unsupported,
     shared_options,
-)
-from everstep.trainer.job.own_parameters import (
-    apply_own_parameters,
-    own_parameters_message,
-    warn_of_different_layers,
 )
 from everstep.trainer.job.peer_nodes import refuse_peer_without_ranks
 from everstep.trainer.job.run_folder import SharedRun, open_shared_run
@@ -84,8 +78,6 @@ class Job:
         self._group = group
         self._timeout_s = timeout_s
         self.shared = SharedRun()
-        self._apart: RankLocalParameters | None = None
-        self._any_unreduced = False  # a rank has parameters that DDP does not reduce
 
     def open_run(
         self,
@@ -144,10 +136,6 @@ class Job:
             self._group.host, self.exchange, self.info, self.shared, timeout_s=self._timeout_s
         )
         result = start.start(request, keeper, log)
-        apart = request.state.rank_local
-        self._apart = apart
-        self._any_unreduced, _ = apply_own_parameters(apart, result.reports)
-        apart.began()
         self.resumed_durable = result.choice.durable or result.choice.base is None
         self.job_session = self._session_of(result)
         return result.resumed
@@ -191,22 +179,6 @@ class Job:
     def begin_any(self, purpose: str, mine: bool) -> Callable[[], bool]:
         """Start a vote without waiting; see :meth:`.Group.begin_any`."""
         return self._group.begin_any(purpose, mine)
-
-    def agree_on_own_parameters(self, step: int) -> bool:
-        """Agree which parameters each rank saves by itself, before a base of ``step``.
-
-        Returns:
-            True if the agreement has changed this rank's share.
-
-        Raises:
-            DeadlineError: Not all ranks make this call in time.
-        """
-        if not self._any_unreduced or self._apart is None:
-            return False
-        mine = own_parameters_message(self._apart)
-        messages = self.exchange(f"take a base of step {step}", mine)
-        warn_of_different_layers(messages, step)
-        return apply_own_parameters(self._apart, messages)[1]
 
 
 def join_job(seams: Seams, timeout_s: float) -> Job | None:

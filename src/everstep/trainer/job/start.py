@@ -39,7 +39,6 @@ from everstep.seams.network.mailbox import TcpMailbox
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.trainer.job.option_check import refuse_other_calls
-from everstep.trainer.job.own_parameters import own_parameters_message
 from everstep.trainer.job.run_folder import Exchange, SharedRun
 
 __all__ = [
@@ -73,14 +72,12 @@ class StartResult:
         choice: base that the ranks have chosen.
         session: name of the start.
         keepers: addresses of the keepers' mailboxes, by rank.
-        reports: data that each rank has read, and its own parameters.
     """
 
     resumed: Resumed
     choice: Choice
     session: str
     keepers: tuple[tuple[str, int], ...]
-    reports: Sequence[dict[str, Any]]
 
 
 class JobStart:
@@ -149,11 +146,11 @@ class JobStart:
             )
             # After this exchange every rank knows the result. Until then the mailbox stays open,
             # because rank 0 may still wait for an answer.
-            resumed, reports = self._report(request.state, resumed)
+            resumed = self._report(request.state, resumed)
             if self._shared.copies is not None:
                 self._shared.copies.forget()
         keepers = tuple(_address(message["keeper"]) for message in found)
-        return StartResult(resumed, choice, session, keepers, reports)
+        return StartResult(resumed, choice, session, keepers)
 
     def _message(
         self, request: ResumeRequest, keeper: KeeperOfRank, purpose: str, mailbox: TcpMailbox
@@ -196,9 +193,9 @@ class JobStart:
 
         return fetch
 
-    def _report(self, state: State, resumed: Resumed) -> tuple[Resumed, list[dict[str, Any]]]:
+    def _report(self, state: State, resumed: Resumed) -> Resumed:
         """Exchange reports of the data read, and complete the state that ranks restore together."""
-        mine = recovery_report(resumed) | own_parameters_message(state.rank_local)
+        mine = recovery_report(resumed)
         mine["buckets"] = [] if resumed.base is None else state.buckets.rehearsals()
         reports = self._exchange("tell what was read", mine)
         resumed = with_ranks(resumed, reports)
@@ -207,7 +204,7 @@ class JobStart:
             rebuild = partial(state.buckets.rebuild, [report["buckets"] for report in reports])
             notes = self._collectively(rebuild, "rehearse a backward of DDP")
             resumed = doubted(resumed, notes)
-        return resumed, reports
+        return resumed
 
     def _collectively(self, do: Callable[[], _T], purpose: str) -> _T:
         """Call a function that uses torch's collectives on all ranks.

@@ -489,8 +489,6 @@ class RankInputReader:
     def __init__(self, state: State) -> None:
         self._state = state
         self._groupings: Mapping[str, Grouping] | None = None
-        # Ids of parameters inside DDP that each rank trains by itself.
-        self._unshared = frozenset[int]()
         self._shared_entries: Mapping[str, Mapping[str, LogShare]] = {}
         self._own: dict[str, frozenset[str]] = {}
         self._last: dict[str, tuple[list[str], list[Any]]] = {}
@@ -506,9 +504,7 @@ class RankInputReader:
         Raises:
             UnsupportedStateError: no record can hold them.
         """
-        unshared = self._unshared if self._state.ranks.world == 1 else self._state.rank_local.own()
-        if self._groupings is not consumption.groupings or unshared != self._unshared:
-            self._unshared = unshared
+        if self._groupings is not consumption.groupings:
             self._regroup(consumption.groupings)
         own = self._own.get(key)
         consumed = consumption.look(key, own)

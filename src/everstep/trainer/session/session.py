@@ -97,7 +97,6 @@ class Session:
         self.consensus = StepConsensus(
             place.job,
             options,
-            parts.state,
             parts.channel,
             parts.cadence,
             parts.participants,
@@ -234,7 +233,7 @@ class Session:
         in_memory = not self._base_due and self.parts.options.stays_in_memory(self.at.step)
         self._base_due = postponed and self.is_alone
         if not postponed:
-            self.take(self.consensus.current_survey(survey), show=False, in_memory=in_memory)
+            self.take(survey, show=False, in_memory=in_memory)
 
     # --- Bases --------------------------------------------------------------------------
 

@@ -32,8 +32,6 @@ from typing import Any
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, NonFiniteError
 from everstep.link.channel import BackgroundChannel
-from everstep.state.survey.survey import Survey
-from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
 from everstep.trainer.log.nonfinite import NonFiniteCheck, nonfinite_error
 from everstep.trainer.participant import Participant
@@ -55,14 +53,12 @@ class StepConsensus:
         self,
         job: Job | None,
         options: Options,
-        state: State,
         channel: BackgroundChannel,
         cadence: Cadence,
         participants: Sequence[Participant],
         nonfinite: NonFiniteCheck | None,
     ) -> None:
         self._job = job
-        self._state = state
         self._channel = channel
         self._cadence = cadence
         self._participants = participants
@@ -76,8 +72,6 @@ class StepConsensus:
         # Of the next exchange; None until all ranks have started together.
         self._next_step: int | None = None
         self._voted_step = -1  # the last step at which this rank has taken part
-        self._decided_step = -1  # the last step that was decided
-        self._own_parameters_changed = False
         self._any_needs: Callable[[], bool] | None = None  # result of the non-blocking vote
         self._nonfinite: deque[NonFiniteError] = deque()
         if job is not None and nonfinite is not None:
@@ -88,7 +82,6 @@ class StepConsensus:
         self._next_step = 0
         self._voted_step = -1
         self._any_needs = None
-        self._decided_step = -1
         self._nonfinite.clear()
 
     def participating(self, step: int) -> AbstractContextManager[None]:
@@ -124,16 +117,6 @@ class StepConsensus:
             self._channel.check()
         return needed, due
 
-    def current_survey(self, survey: Survey | None) -> Survey | None:
-        """Return the survey of this step mark, renewed if the ranks have since agreed on changes.
-
-        When DDP ranks turn out to train different layers, each rank saves its own parameters from
-        then on, so the survey lists other entries.
-        """
-        changed = self._own_parameters_changed
-        self._own_parameters_changed = False
-        return self._state.survey() if changed and survey is not None else survey
-
     def flush_errors(self) -> None:
         """Report errors of the unfinished step on this rank only: there is no further exchange."""
         while self._nonfinite:
@@ -156,12 +139,8 @@ class StepConsensus:
         """Implement :meth:`decide` for several ranks that have started together."""
         if self._job is None or self._next_step is None:
             return False, False
-        first = step != self._decided_step  # an error may cause a second call for the same step
-        self._decided_step = step
         needed, due = self._exchange(step)
         due = due if self._timed else self._cadence.due(step)
-        if first and (needed or due):
-            self._own_parameters_changed = self._job.agree_on_own_parameters(step)
         if due:
             for participant in self._participants:
                 participant.base_is_due(step)
