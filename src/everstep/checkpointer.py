@@ -29,17 +29,17 @@ from everstep.link.save import Save
 from everstep.restore.start.report import Recovery
 from everstep.run.folder import run_path
 from everstep.seams import Seams
+from everstep.seams.stderr import print_line
 from everstep.state.survey.ownership import DeclaredUpdate
 from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.job.place import RunPlace
-from everstep.trainer.session.calls import CallGuard, exclusive, refuse_reentry
+from everstep.trainer.session.calls import CallGuard, exclusive
 from everstep.trainer.session.guards import (
     check_platform,
     check_resume,
     check_timeout,
     check_usable,
-    close_earlier,
     refuse_pickling,
 )
 from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
@@ -151,17 +151,22 @@ class Checkpointer:
         saved = State(state, declared=declared, static=static, ranks=place.ranks)
         saved.replays_fast = options.log.replay == "fast"
         self._calls = CallGuard(progress_timeout_s)
-        # Before a keeper is attached: the earlier Checkpointer still holds it.
-        close_earlier(_live, (run, place.ranks.rank))
+        self._live_key = (run, place.ranks.rank)
+        # Before a keeper is attached: an earlier Checkpointer of this run still holds it (a
+        # notebook's cell is executed again).
+        if (earlier := _live.get(self._live_key)) is not None:
+            try:
+                earlier.close()
+            except EverstepError as error:
+                print_line(f"everstep: the earlier Checkpointer of {run}: {error}")
         # Last: a constructor that fails leaves no Checkpointer that could be closed or used.
         self._session = open_session(options, place, saved, ending, self._calls)
-        self._live_key = (run, place.ranks.rank)
         _live[self._live_key] = self
 
     __reduce__ = refuse_pickling
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_live_key"):  # the constructor has raised an error
+        if not hasattr(self, "_session"):  # the constructor has raised an error
             return "<Checkpointer, not made>"
         chosen = self._session.parts.options
         closed = "" if self._session.is_open else ", closed"
@@ -277,7 +282,6 @@ class Checkpointer:
         self._session.watch.changed(declared)
 
     @named("wait")
-    @refuse_reentry("wait")
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all bases taken so far are durable.
 
@@ -288,11 +292,11 @@ class Checkpointer:
             DeadlineError: A base is not durable after ``timeout_s``, or nothing makes progress.
             EverstepError: A base has failed, and the policy is to raise.
         """
+        self._calls.refuse_within("wait")
         self._check_open()
         check_timeout(timeout_s)
         self._session.wait(timeout_s)
 
-    @refuse_reentry("close")
     def close(self) -> None:
         """Take a last base if steps would be lost otherwise, wait until all is durable, and end.
 
@@ -303,6 +307,7 @@ class Checkpointer:
             StateError: The call comes from within :meth:`step` (in a signal handler), where it
                 would deadlock.
         """
+        self._calls.refuse_within("close")
         if not self._session.is_open or os.getpid() != self._pid:
             return
         try:

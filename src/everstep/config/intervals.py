@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from dataclasses import dataclass
@@ -17,21 +16,7 @@ _UNITS_BYTES = {
     **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
     **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)},
 }
-_UNIT_WORDS = {
-    **{unit: unit for unit in _UNITS_S},
-    "secs": "s",
-    "second": "s",
-    "seconds": "s",
-    "mins": "min",
-    "minute": "min",
-    "minutes": "min",
-    "hr": "h",
-    "hrs": "h",
-    "hour": "h",
-    "hours": "h",
-    "day": "d",
-    "days": "d",
-}
+_INTERVALS = 'steps as an int (every=100), time as "30s", "10min", "2h", or "auto"'
 
 
 @checked
@@ -95,7 +80,7 @@ class Every:
             match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", value)
             if match and match[2] in _UNITS_S and float(match[1]) > 0:
                 return cls(seconds=float(match[1]) * _UNITS_S[match[2]])
-        raise OptionError(f"every={value!r} is not an interval", hint=_interval_hint(value))
+        raise OptionError(f"every={value!r} is not an interval", hint=_INTERVALS)
 
     def due(self, step: int, since_last_s: float) -> bool:
         """Return True if a base is due at the end of ``step``. Not used with ``auto``."""
@@ -153,21 +138,3 @@ def bytes_hint(value: object) -> str | None:
     if match is None or match[2] not in _UNITS_BYTES:
         return None
     return f"did you mean {round(float(match[1]) * _UNITS_BYTES[match[2]])}?"
-
-
-def _interval_hint(value: object) -> str:
-    """Return a suggestion for an invalid interval and the accepted forms."""
-    known = 'steps as an int (every=100), time as "30s", "10min", "2h", or "auto"'
-    if not isinstance(value, str):
-        return known
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)?\s*([A-Za-z]+)\.?\s*", value)
-    if match is None:
-        return known
-    words = ["auto"] if match[1] is None else list(_UNIT_WORDS)
-    found = difflib.get_close_matches(match[2].lower(), words, n=1, cutoff=0.75)
-    if not found:
-        return known
-    guess = "auto" if match[1] is None else match[1] + _UNIT_WORDS[found[0]]
-    if guess == value:  # well-formed but zero: there is nothing better to suggest
-        return known
-    return f'did you mean "{guess}"? {known}'

@@ -188,18 +188,18 @@ def test_without_being_held_they_are_torn(
 def test_copies_that_share_the_link_say_nothing_about_it() -> None:
     bench = Choices()
     for _ in range(3):
-        gradients = bench.choice.timed("gradients", 1 << 20, yielding=True)
-        part = bench.choice.timed("part", 1 << 20)
+        gradients = bench.choice.timed(1 << 20, yielding=True)
+        part = bench.choice.timed(1 << 20)
         bench.clock.advance(10.0)
         gradients.ended()
         part.ended()
     assert bench.stats.link_bytes_per_s is None
-    alone = bench.choice.timed("gradients", 1 << 20, yielding=True)
+    alone = bench.choice.timed(1 << 20, yielding=True)
     bench.clock.advance(0.5)
     alone.ended()
     assert bench.stats.link_bytes_per_s == pytest.approx(2 << 20)
-    bench.choice.over(bench.choice.timed("gradients", 1 << 20, yielding=True))  # given up
-    part = bench.choice.timed("part", 1 << 20)
+    bench.choice.over(bench.choice.timed(1 << 20, yielding=True))  # given up
+    part = bench.choice.timed(1 << 20)
     assert part.exclusive
 
 

@@ -42,7 +42,7 @@ class Bench:
             self.clock.advance(update_s)
         self.choice.steps.marked(0.0)
         if link is not None:
-            timed = self.choice.timed("base", 1 << 20)
+            timed = self.choice.timed(1 << 20)
             self.clock.advance((1 << 20) / link)
             timed.ended()
 

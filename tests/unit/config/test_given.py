@@ -428,31 +428,6 @@ def test_a_closed_checkpointer_says_why_it_is(run_folder: Path) -> None:
             assert caught.value.path == str(run_folder)
 
 
-def test_many_that_nobody_closed_are_told_of(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A sweep in one process: a dropped one keeps its model and a keeper until the end."""
-
-    def made(name: str) -> everstep.Checkpointer:
-        state = {"n": 1}
-        return everstep.Checkpointer(run_folder / name, state, keeper=THREAD, every=None)
-
-    said, opened = list[str](), list[everstep.Checkpointer]()
-    for trial in range(7):
-        opened.append(made(f"run-{trial}"))
-        said.append(capsys.readouterr().err)
-    assert [("of other runs are open" in words) for words in said] == [False] * 4 + [True] + 2 * [
-        False
-    ]
-    assert said[4].startswith("everstep: 4 Checkpointers of other runs are open in this process, ")
-    assert f"the first of {run_folder / 'run-0'}: " in said[4]
-    opened.append(made("run-6"))  # the same cell again: six others are open, not seven
-    for one in opened:
-        one.close()
-    made("run-7").close()
-    assert "are open" not in capsys.readouterr().err
-
-
 def test_two_in_one_process_on_one_run_under_two_names(run_folder: Path) -> None:
     """They are one, by whatever links each was told of it."""
     alias = run_folder.with_name("alias")

@@ -278,29 +278,11 @@ def test_a_run_stays_where_it_was_when_the_process_moves(
     assert (tmp_path / "run" / "timeline-00001").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("10mins", '"10min"'),
-        ("10 minutes", '"10min"'),
-        ("2 hours", '"2h"'),
-        ("90secs", '"90s"'),
-        ("1.5 Hr.", '"1.5h"'),
-        ("3 dayz", '"3d"'),
-        ("atuo", '"auto"'),
-    ],
-)
-def test_what_was_probably_meant_by_an_interval(given: str, meant: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        Every.parse(given)
-    assert f"did you mean {meant}?" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize("given", ["5 parsecs", "", 1.5, "nans", "10"])
-def test_nothing_is_guessed_of_what_is_nothing_like_it(given: object) -> None:
+@pytest.mark.parametrize("given", ["5 parsecs", "10mins", "", 1.5, "nans", "10"])
+def test_what_is_no_interval(given: object) -> None:
     with pytest.raises(OptionError) as caught:
         Every.parse(given)  # type: ignore[arg-type]
-    assert "did you mean" not in str(caught.value.hint)
+    assert "10min" in str(caught.value.hint)
 
 
 def test_numbers_that_no_message_could_carry(

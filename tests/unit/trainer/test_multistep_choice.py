@@ -230,29 +230,13 @@ def test_what_training_waited_for_is_no_part_of_a_step() -> None:
     assert bench.parts(48_000_000, 4_800_000) == before
 
 
-def test_copies_are_told_one_behind_the_other() -> None:
-    bench = Bench(link=1e6)
-    told: list[Any] = []
-    bench.choice.on_copy = lambda *about: told.append(about)
-    begin_s = bench.clock.monotonic_s()
-    first, second = bench.choice.timed("part", 1 << 20), bench.choice.timed("gradients", 1 << 20)
-    bench.clock.advance(1.0)
-    first.ended()
-    bench.clock.advance(2.0)
-    second.ended()
-    assert told == [
-        ("part", begin_s, begin_s + 1, 1 << 20),
-        ("gradients", begin_s + 1, begin_s + 3, 1 << 20),
-    ]
-
-
 def test_small_copies_that_are_held_up_do_not_make_the_link_slow() -> None:
     """Beside an update, whose thread takes turns with the one that copies: parts that are cut for a
     slower link than there is are waited for."""
     bench = Bench()
     for part_bytes, gradient_bytes in ((16 << 20, 4 << 20), (16 << 20, 12 << 20)):
         for size_bytes, slower in ((part_bytes, 1.0), (gradient_bytes, 2.5)):
-            timed = bench.choice.timed("part", size_bytes)
+            timed = bench.choice.timed(size_bytes)
             bench.clock.advance(slower * size_bytes / 3e8)
             timed.ended()
     assert bench.stats.link_bytes_per_s == pytest.approx(3e8)
@@ -262,7 +246,7 @@ def test_a_first_base_that_was_slow_is_not_believed_for_long() -> None:
     """A base of which most copies share the link has one that says something about it."""
     bench = Bench()
     for size_bytes, link in ((48 << 20, 2e8), (7 << 20, 3e8)):
-        timed = bench.choice.timed("part", size_bytes)
+        timed = bench.choice.timed(size_bytes)
         bench.clock.advance(size_bytes / link)
         timed.ended()
         assert bench.stats.link_bytes_per_s == pytest.approx(link)

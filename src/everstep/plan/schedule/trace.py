@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
+from everstep.plan.schedule.parallel import Buckets
 from everstep.plan.schedule.recorder import Recorder
 from everstep.plan.schedule.steps import Kind, Operator, Phase, StepTrace, Traced, difference
 
 __all__ = [
     "Kind",
     "Operator",
-    "Parallel",
     "Phase",
     "StepTrace",
     "Traced",
@@ -35,25 +35,6 @@ __all__ = [
 ]
 
 
-class Parallel(Protocol):
-    """Collectives among the operators of one rank's step (:class:`.parallel.Buckets`)."""
-
-    warm_up_steps: int
-
-    def attach(self, launch: Callable[[str, Sequence[Tensor], int], None]) -> Callable[[], None]:
-        """Register the hooks.
-
-        Args:
-            launch: called for each collective with its name, its tensors and the number of ranks.
-
-        Returns:
-            A function that removes the hooks.
-        """
-
-    def forward(self) -> None:
-        """Issue the collectives at the beginning of forward."""
-
-
 def trace_training(
     model: nn.Module,
     optimizer: Optimizer | Mapping[nn.Parameter, Optimizer],
@@ -61,7 +42,7 @@ def trace_training(
     *,
     warm_up: bool = True,
     timed: bool = False,
-    parallel: Parallel | None = None,
+    parallel: Buckets | None = None,
     scaler: GradScaler | None = None,
 ) -> StepTrace:
     """Trace one step: ``loss().backward()``, ``optimizer.step()``.

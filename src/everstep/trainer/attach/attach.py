@@ -25,8 +25,7 @@ from everstep.link.wire import Connection, error_from_wire
 from everstep.seams import Clock
 from everstep.seams.files.locks import file_identity
 from everstep.seams.network.sockets import close_descriptors
-from everstep.trainer.attach.keeper import IGNORED, KeeperEvents
-from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
 
 __all__ = ["attach", "attach_to", "is_there"]
 
@@ -67,7 +66,7 @@ def attach(
     clock: Clock,
     *,
     timeout_s: float,
-    events: KeeperEvents = IGNORED,
+    events: KeeperEvents | None = None,
 ) -> RemoteKeeper:
     """Attach to a keeper process with an arena of ``arena_bytes``; start one if there is none.
 
@@ -200,7 +199,7 @@ def _attach_over(
     timeout_s: float,
     *,
     idle: bool = False,
-    events: KeeperEvents = IGNORED,
+    events: KeeperEvents | None = None,
 ) -> RemoteKeeper | None:
     arena = _introduce(connection, arena_bytes, timeout_s, idle=idle)
     if arena is None:

@@ -4,96 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.log import RecordHead
 from everstep.format.plan import BasePlan
 from everstep.keeper.persist.base_writer import BaseWriter
 from everstep.link.capture import Capture
-from everstep.link.keeper_stats import KeeperStats
 from everstep.link.pool import CapturePool
-from everstep.link.recordable import LogKeeper
 from everstep.link.save import Save
 from everstep.link.waiting import WaitDeadline, storage_hang_error
 from everstep.seams.progress import progress, silent
 from everstep.state.layout.shards import Body, ShardLayout
 from everstep.state.survey.survey import Survey
+from everstep.trainer.attach.remote import RemoteKeeper
 
-if TYPE_CHECKING:
-    from everstep.trainer.attach.remote import RemoteKeeper
-
-__all__ = ["IGNORED", "Keeper", "KeeperEvents", "Service", "ThreadKeeper"]
-
-
-class Keeper(LogKeeper, Protocol):
-    """Keeper that makes captures durable.
-
-    A thread of the training process (:class:`ThreadKeeper`) or a separate process
-    (:class:`.remote.RemoteKeeper`).
-    """
-
-    @property
-    def pid(self) -> int | None:
-        """Keeper process; None for a thread, which ends with the training process."""
-
-    @property
-    def replaced(self) -> bool:
-        """True if it is lost because it now serves another training process."""
-
-    @property
-    def lost_steps(self) -> Collection[int]:
-        """Steps of the bases that were lost with it."""
-
-    @property
-    def stats(self) -> KeeperStats: ...
-
-    @property
-    def replica_step(self) -> int | None: ...
-
-    @property
-    def replica_bytes(self) -> int: ...
-
-    def begin(self, capture: Capture) -> None: ...
-
-    def announce(self, capture: Capture) -> None: ...
-
-    def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None: ...
-
-    def abandon(self, capture: Capture, error: EverstepError | None) -> None: ...
-
-    def forget(self, capture: Capture) -> None: ...
-
-    def look(self) -> None: ...
-
-    def wait(self, timeout_s: float | None, *, show: bool = True) -> None: ...
-
-    def close(self, *, stay: bool = False) -> None: ...
-
-
-class KeeperEvents(Protocol):
-    """Receiver of what a keeper reports about log, peers and replica. Called in any thread."""
-
-    def log_on_disk(self, number: int) -> None:
-        """Note that log records up to ``number`` are on disk; 0 if the keeper was lost."""
-
-    def peered(self, base: int | None, step: int | None) -> None:
-        """Note that all peers hold the base of a step, or a peer holds the log up to ``step``."""
-
-    def replica_stopped(self, why: str, for_good: bool) -> None:
-        """Note that the replica has stopped; ``for_good`` if it will not start again."""
-
-
-class _Ignored:
-    def log_on_disk(self, number: int) -> None: ...
-
-    def peered(self, base: int | None, step: int | None) -> None: ...
-
-    def replica_stopped(self, why: str, for_good: bool) -> None: ...
-
-
-IGNORED: KeeperEvents = _Ignored()
-"""Receiver that ignores everything, for a keeper whose memory is only read."""
+__all__ = ["Keeper", "Service", "ThreadKeeper"]
 
 
 class ThreadKeeper(BaseWriter):
@@ -195,6 +120,9 @@ class ThreadKeeper(BaseWriter):
                 self._channel.post(error)
             self.records.close()
         super().close()
+
+
+Keeper = ThreadKeeper | RemoteKeeper
 
 
 @dataclass(frozen=True, slots=True)

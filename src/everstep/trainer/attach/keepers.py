@@ -7,13 +7,11 @@ represented by a :class:`~everstep.trainer.attach.remote.RemoteKeeper`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import threading
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
@@ -32,20 +30,20 @@ from everstep.restore.fetch.held import KeeperContents
 from everstep.run.fence import Fence
 from everstep.seams import Clock
 from everstep.seams.network.mailbox import ReservedPort, TcpMailbox
-from everstep.seams.processes.conditions import Outcome
 from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.attach.attach import attach, is_there
 from everstep.trainer.attach.keeper import Keeper, Service, ThreadKeeper
 from everstep.trainer.attach.orphaned_keepers import orphaned_by_move, orphaned_state
-from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
 from everstep.trainer.attach.terms import KeeperTerms
 
+if TYPE_CHECKING:
+    from everstep.trainer.participant import Participant
+
 __all__ = [
-    "KeeperFollower",
     "Keepers",
     "RankMailbox",
     "ReplacementAttempts",
-    "StartingKeeper",
 ]
 
 
@@ -55,14 +53,9 @@ class RankMailbox:
     This process reserves the port of a keeper process, because other ranks expect a replacement
     keeper at the same port. Without the reservation, the system might assign it to another process
     in between.
-
-    Attributes:
-        address: address of the keeper process that was announced to other ranks; None if there is
-            none.
     """
 
     def __init__(self) -> None:
-        self.address: tuple[str, int] | None = None
         self._port: ReservedPort | None = None
         self._mailbox: TcpMailbox | None = None
 
@@ -79,8 +72,7 @@ class RankMailbox:
             self._release()
             self._port = reserved
             port = reserved.number
-        self.address = host, port
-        return self.address
+        return host, port
 
     def open(self, host: str, port: int) -> tuple[str, int]:
         """Open the mailbox of a keeper thread; return its address."""
@@ -113,16 +105,6 @@ class RankMailbox:
 _RETRY_S = 30.0
 # Pause relative to the duration of the attempt: attempts take at most 1/5 of the training time.
 _RETRY_FACTOR = 4
-
-
-class KeeperFollower(Protocol):
-    """Participant, as far as the keeper's reports go. Called in any thread."""
-
-    def log_on_disk(self, number: int) -> None: ...
-
-    def base_everywhere(self, step: int) -> None: ...
-
-    def replica_stopped(self, why: str, for_good: bool) -> None: ...
 
 
 class ReplacementAttempts:
@@ -159,44 +141,10 @@ class ReplacementAttempts:
         self._retry_at_s = now_s + max(_RETRY_S, _RETRY_FACTOR * (now_s - self._begun_s))
 
 
-class StartingKeeper:
-    """Keeper process that is being started in a separate thread.
-
-    A new keeper has nothing in memory that could be restored, so the start of a job needs it only
-    when a timeline is opened.
-
-    Args:
-        attach: function that starts the keeper and waits for it.
-    """
-
-    def __init__(self, attach: Callable[[], RemoteKeeper]) -> None:
-        self._attach = attach
-        self._found = Outcome[RemoteKeeper]()
-        self._thread = threading.Thread(
-            target=self._start, name="everstep-keeper-start", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def over(self) -> bool:
-        """True if the keeper is ready or has failed."""
-        return self._found.done()
-
-    def wait(self) -> RemoteKeeper:
-        """Return the keeper when it is ready; raise the error if it has failed."""
-        return self._found.result()
-
-    def _start(self) -> None:
-        try:
-            self._found.set_result(self._attach())
-        except BaseException as error:  # raised in wait()
-            self._found.set_exception(error)
-
-
 _log = logging.getLogger("everstep")
 
 
-class Keepers:
+class Keepers(KeeperEvents):
     """Manage the keeper in service, and the memory that captures go through.
 
     Args:
@@ -216,7 +164,7 @@ class Keepers:
         terms: KeeperTerms,
         channel: BackgroundChannel,
         ring: ChunkRing,
-        participants: Sequence[KeeperFollower] = (),
+        participants: Sequence[Participant] = (),
     ) -> None:
         self.terms = terms
         self._channel = channel
@@ -227,7 +175,6 @@ class Keepers:
         self._fence: Fence | None = None
         self._mailbox = RankMailbox()
         self._remote: RemoteKeeper | None = None
-        self._starting: StartingKeeper | None = None
         self._past_stats = KeeperStats()  # sum over earlier keepers and timelines
         self.attempts = ReplacementAttempts(terms.seams.clock)
         self.service: Service | None = None
@@ -266,45 +213,17 @@ class Keepers:
             else add_stats(self._past_stats, self.current.stats)
         )
 
-    def open(self, *, in_background: bool = False) -> None:
+    def open(self) -> None:
         """Attach to a keeper process, or make the memory for a keeper thread.
 
-        Args:
-            in_background: True to start a missing keeper process in the background, until
-                :meth:`ready` is called. A new process has no memory that could be restored.
-
         Raises:
             KeeperError, OutOfSpaceError
         """
-        self.ready()
-        terms = self.terms
-        if terms.in_process:
+        if self.terms.in_process:
             if self._remote is None or self._remote.lost is not None:
-                if in_background and not is_there(terms.run, terms.run_id, terms.ranks.rank):
-                    self._remote = None
-                    self._starting = StartingKeeper(self._attach)
-                else:
-                    self._attached(self._attach())
-        elif terms.options.method.base != "sync" and self.pool is None:
-            self.pool = CapturePool(Arena.anonymous(terms.arena_bytes))
-
-    def ready(self) -> None:
-        """Wait for a keeper that is being started in the background.
-
-        Raises:
-            KeeperError, OutOfSpaceError
-        """
-        starting = self._starting
-        if starting is None:
-            return
-        try:
-            self._attached(starting.wait())
-        finally:
-            if starting.over:  # otherwise the wait was interrupted, and the start continues
-                self._starting = None
-        if self._mailbox.address is not None:
-            host, port = self._mailbox.address
-            self.listen(host, port)
+                self._attached(self._attach())
+        elif self.terms.options.method.base != "sync" and self.pool is None:
+            self.pool = CapturePool(Arena.anonymous(self.terms.arena_bytes))
 
     def _attached(self, remote: RemoteKeeper) -> None:
         self._remote = remote
@@ -373,11 +292,9 @@ class Keepers:
             KeeperError: The mailbox cannot be opened.
         """
         try:
-            if self._remote is None and self._starting is None:
+            if self._remote is None:
                 return self._mailbox.open(host, port)
             host, port = self._mailbox.reserve(host, port)
-            if self._remote is None:
-                return host, port
             return host, self._remote.listen(host, port, self.terms.timeout_s)
         except OSError as error:
             raise mailbox_error(host, port, error) from error
@@ -397,7 +314,6 @@ class Keepers:
             job_session: place of this rank in the job; None for a single rank.
             opened: True for a new timeline; False if a replacement keeper continues one.
         """
-        self.ready()
         terms = self.terms
         # A thread keeper serves one timeline. It ends before the fence of the next one is set, as
         # it may still commit bases that were taken before.
@@ -554,8 +470,6 @@ class Keepers:
         Args:
             stay: True to leave a keeper process with its memory, as if this process had crashed.
         """
-        with contextlib.suppress(EverstepError):
-            self.ready()
         if self.current is not None:
             self._past_stats = self.stats
             self.current.close(stay=stay)

@@ -38,16 +38,30 @@ from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import progress
 from everstep.state.layout.shards import ShardLayout
-from everstep.trainer.attach.keeper import IGNORED, KeeperEvents
 from everstep.trainer.attach.requests import ReplicaRequests, Replies, base_request_to_wire
 from everstep.trainer.attach.terms import KeeperTerms
 
 __all__ = [
+    "KeeperEvents",
     "RemoteKeeper",
     "Silence",
 ]
 
 _GRACE_S = 1.0
+
+
+class KeeperEvents:
+    """Receiver of what a keeper reports about log, peers and replica; this one ignores it, for a
+    keeper whose memory is only read. Called in any thread."""
+
+    def log_on_disk(self, number: int) -> None:
+        """Note that log records up to ``number`` are on disk; 0 if the keeper was lost."""
+
+    def peered(self, base: int | None, step: int | None) -> None:
+        """Note that all peers hold the base of a step, or a peer holds the log up to ``step``."""
+
+    def replica_stopped(self, why: str, for_good: bool) -> None:
+        """Note that the replica has stopped; ``for_good`` if it will not start again."""
 
 
 class Silence:
@@ -152,9 +166,9 @@ class RemoteKeeper:
         clock: Clock,
         *,
         timeout_s: float,
-        events: KeeperEvents = IGNORED,
+        events: KeeperEvents | None = None,
     ) -> None:
-        self._events = events
+        self._events = events or KeeperEvents()
         self.arena = arena
         self.pid = pid
         self.stats = KeeperStats()

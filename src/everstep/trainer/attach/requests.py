@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from everstep.errors import DeadlineError, EverstepError, StateError
 from everstep.link.samples import Samples
@@ -12,6 +12,9 @@ from everstep.link.save import Save, complete, fail
 from everstep.seams import Clock
 from everstep.seams.files.stalls import StallTimer
 from everstep.seams.network.sockets import close_descriptors
+
+if TYPE_CHECKING:
+    from everstep.trainer.attach.remote import RemoteKeeper
 
 __all__ = ["ReplicaRequests", "Replies", "base_request_to_wire"]
 
@@ -115,15 +118,6 @@ class ReplicaRequests:
         return [save for save in found if save is not None]
 
 
-class _Peer(Protocol):
-    """Keeper process that a reply is awaited from."""
-
-    pid: int
-    lost: EverstepError | None
-    moves: int
-    log_moves: int
-
-
 class Replies:
     """Replies of the keeper process, by kind. One request of a kind is pending at a time.
 
@@ -162,7 +156,7 @@ class Replies:
         close_descriptors(fds)
 
     def wait(
-        self, keeper: _Peer, request: str, kind: str, timeout_s: float
+        self, keeper: RemoteKeeper, request: str, kind: str, timeout_s: float
     ) -> tuple[dict[str, Any], list[int]]:
         """Wait for the reply of a ``kind`` and return it with its file descriptors.
 

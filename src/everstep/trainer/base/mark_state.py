@@ -9,7 +9,7 @@ by torch's version counters, large ones in host memory by a few elements as well
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from everstep.state.survey.survey import Survey
 from everstep.state.values.tensors import host_bytes
 
 __all__ = [
-    "InitialState",
     "LastMark",
     "MarkSnapshot",
     "Tag",
@@ -72,33 +71,6 @@ class LastMark:
         return self._tags == tuple(map(version_tag, self._tensors))
 
 
-class InitialState:
-    """State as the program built it, before any training.
-
-    Args:
-        survey: survey of that state.
-        random: names of the states of random generators, which each survey copies.
-    """
-
-    def __init__(self, survey: Survey, random: Collection[str]) -> None:
-        self._random = {name: survey.tensors[name].clone() for name in random}
-        named = survey.tensors.items()
-        self._tensors = {name: one for name, one in named if name not in self._random}
-        self._tags = {name: version_tag(tensor) for name, tensor in self._tensors.items()}
-        self._objects = survey.objects()
-
-    def is_that_of(self, survey: Survey) -> bool:
-        """Return True if ``survey`` shows no change since, as far as version counters can tell."""
-        tensors = survey.tensors
-        return (
-            tensors.keys() == self._tags.keys() | self._random.keys()
-            and all(tensors[name] is one for name, one in self._tensors.items())
-            and all(version_tag(tensors[name]) == tag for name, tag in self._tags.items())
-            and all(torch.equal(tensors[name], one) for name, one in self._random.items())
-            and survey.objects() == self._objects
-        )
-
-
 def version_tag(tensor: torch.Tensor) -> Tag:
     """Return a tensor's address and version counter; the counter is None for inference tensors."""
     # An inference tensor has no counter, and cannot be written in place outside inference mode.
@@ -111,7 +83,8 @@ _SOME = 64  # elements of a large tensor
 
 @dataclass(frozen=True, slots=True)
 class MarkSnapshot:
-    """State at a step mark without the tensors that optimizers own (multi-step bases).
+    """State at a step mark without the tensors that optimizers own (multi-step bases), or the
+    complete state before any training.
 
     Attributes:
         survey: survey taken at the mark, with copies of the objects.
@@ -124,11 +97,11 @@ class MarkSnapshot:
     tags: Mapping[str, Tag]
 
     @classmethod
-    def of(cls, survey: Survey, names: Sequence[str]) -> MarkSnapshot:
+    def of(cls, survey: Survey, names: Iterable[str]) -> MarkSnapshot:
         """Return a snapshot of the current state.
 
         Args:
-            names: entries that no optimizer owns.
+            names: entries to compare.
         """
         values = {}
         tags = {}

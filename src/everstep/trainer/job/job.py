@@ -34,6 +34,7 @@ from everstep.seams.network.group import Group, group_of_job, store_survives_res
 from everstep.seams.network.mailbox import NoMailbox
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.orphaned_keepers import orphaned_logs
 from everstep.trainer.job.option_check import (
     refuse_unaudited,
@@ -44,7 +45,6 @@ from everstep.trainer.job.peer_nodes import refuse_peer_without_ranks
 from everstep.trainer.job.run_folder import SharedRun, open_shared_run
 from everstep.trainer.job.start import (
     JobStart,
-    KeeperOfRank,
     StartResult,
     reporting_failure,
 )
@@ -110,7 +110,7 @@ class Job:
             self.info = replace(self.info, near=shared.ranks_with_disk_of(rank))
         return shared.run_id
 
-    def resume(self, request: ResumeRequest, keeper: KeeperOfRank) -> Resumed:
+    def resume(self, request: ResumeRequest, keeper: Keepers) -> Resumed:
         """Resume with all ranks.
 
         Raises:
@@ -123,7 +123,7 @@ class Job:
         with contextlib.closing(log):
             return self._start(request, keeper, log)
 
-    def start_fresh(self, request: ResumeRequest, keeper: KeeperOfRank) -> Resumed:
+    def start_fresh(self, request: ResumeRequest, keeper: Keepers) -> Resumed:
         """Begin without a resume.
 
         Raises:
@@ -131,7 +131,7 @@ class Job:
         """
         return self._start(request, keeper, None)
 
-    def _start(self, request: ResumeRequest, keeper: KeeperOfRank, log: RankLog | None) -> Resumed:
+    def _start(self, request: ResumeRequest, keeper: Keepers, log: RankLog | None) -> Resumed:
         start = JobStart(
             self._group.host, self.exchange, self.info, self.shared, timeout_s=self._timeout_s
         )
@@ -232,14 +232,9 @@ def prepare_run(
     return replace(job.info, followed=computed, logged=options.logs), lambda: run_id
 
 
-def resume_as_job_of_one(
-    request: ResumeRequest, run_id: str, ready: Callable[[], None]
-) -> tuple[Resumed, bool]:
+def resume_as_job_of_one(request: ResumeRequest, run_id: str) -> tuple[Resumed, bool]:
     """Resume, in a process that trains alone, a run that several ranks have trained
     (``docs/design/ranks.md``). It continues from the last step that all of them have logged.
-
-    Args:
-        ready: function that waits until this process's keeper is ready.
 
     Returns:
         The restored state, and True if its base is on no disk yet.
@@ -261,7 +256,6 @@ def resume_as_job_of_one(
             needs=needs_on_disk(request.state, disks),
             copies=copies,
             log=log,
-            ready=ready,
         )
     copies.forget()
     # What each rank has read, and from where, is reported for jobs of several ranks only.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from everstep.commit.job.messages import StartFailed
 from everstep.commit.job.offers import Choice, Needs, Offer
@@ -38,29 +38,17 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.seams.network.mailbox import TcpMailbox
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
+from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.option_check import refuse_other_calls
 from everstep.trainer.job.run_folder import Exchange, SharedRun
 
 __all__ = [
     "JobStart",
-    "KeeperOfRank",
     "StartResult",
     "reporting_failure",
 ]
 
 _T = TypeVar("_T")
-
-
-class KeeperOfRank(Protocol):
-    """Keeper of this rank, which may still be starting."""
-
-    def listen(self, host: str) -> tuple[str, int]:
-        """Return the address of its mailbox, which is opened when the keeper is ready."""
-        ...
-
-    def ready(self) -> None:
-        """Wait until it is ready, before a timeline is opened."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +86,7 @@ class JobStart:
         self._shared = shared
         self._timeout_s = timeout_s
 
-    def start(
-        self, request: ResumeRequest, keeper: KeeperOfRank, log: RankLog | None
-    ) -> StartResult:
+    def start(self, request: ResumeRequest, keeper: Keepers, log: RankLog | None) -> StartResult:
         """Start with all ranks.
 
         Args:
@@ -142,7 +128,6 @@ class JobStart:
                 copies=self._shared.copies,
                 log=log,
                 fetch=self._fetch(request, needs),
-                ready=keeper.ready,
             )
             # After this exchange every rank knows the result. Until then the mailbox stays open,
             # because rank 0 may still wait for an answer.
@@ -153,7 +138,7 @@ class JobStart:
         return StartResult(resumed, choice, session, keepers)
 
     def _message(
-        self, request: ResumeRequest, keeper: KeeperOfRank, purpose: str, mailbox: TcpMailbox
+        self, request: ResumeRequest, keeper: Keepers, purpose: str, mailbox: TcpMailbox
     ) -> dict[str, Any]:
         return {
             "name": uuid.uuid4().hex,

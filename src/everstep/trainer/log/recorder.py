@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -30,7 +30,6 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import Layouts, ReplacedTensors, state_digest
 from everstep.link.save import Save, as_everstep_error
 from everstep.restore.load.nonfinite import nonfinite_parameter
-from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import FingerprintWatch
 from everstep.seams.processes.conditions import wait_done
@@ -50,27 +49,19 @@ from everstep.trainer.log.untracked_writes import UntrackedWrites
 from everstep.trainer.log.update_inputs import InputReader, RankInputReader
 from everstep.trainer.participant import Mark, Participant, RestoredState
 
+if TYPE_CHECKING:
+    from everstep.trainer.session.replica_bases import ReplicaBases
+
 __all__ = [
     "BaseRetry",
     "Objects",
     "PendingUpdate",
     "Recorder",
     "RecorderStats",
-    "ReplicaRelief",
     "copy_now",
 ]
 
 _FULL = "the log fills half of its memory, or its share of the disk budget between bases"
-
-
-class ReplicaRelief(Protocol):
-    """Replica in the keeper that applies records, so that their memory can be released."""
-
-    def relieved_to(self) -> int | None:
-        """Return the number of the newest applied record, or None without a running replica."""
-
-    def overrun(self) -> None:
-        """Handle a log that has no memory left although a replica applies its records."""
 
 
 class Recorder(Participant):
@@ -89,7 +80,7 @@ class Recorder(Participant):
         memory: host memory of records.
         nonfinite: detects gradients that are not finite, if they are watched.
         untracked: detects writes to optimizer-owned tensors that no hook announced.
-        stats: counters of records, marks, holes and stall time.
+        stats: counters of records, marks and holes.
     """
 
     follows_updates = True
@@ -102,11 +93,10 @@ class Recorder(Participant):
         state: State,
         lane: Lane,
         channel: BackgroundChannel,
-        clock: Clock,
         *,
         saver: Saver,
         log_bytes_max: int,
-        replica: ReplicaRelief | None = None,
+        replica: ReplicaBases | None = None,
     ) -> None:
         self._saver = saver
         self._options = options
@@ -114,7 +104,6 @@ class Recorder(Participant):
         self._state = state
         self._lane = lane
         self._channel = channel
-        self._clock = clock
         self._timeline = 0
         self._exact = True
         self._opened = FingerprintWatch(state.optimizers)
@@ -283,8 +272,7 @@ class Recorder(Participant):
         staged = save.staged
         led = self._leads_here
         if not led and self.memory.target is not None:
-            with self._counted():  # a failure is reported by the saver
-                wait_done(staged, self._options.progress_timeout_s)
+            wait_done(staged, self._options.progress_timeout_s)  # the saver reports a failure
             there = staged.done() and not staged.cancelled() and staged.exception() is None
             self._leads_here = there
             self._reachable_step = save.step if there else self._reachable_step
@@ -311,8 +299,7 @@ class Recorder(Participant):
             self._retry.ended(save.step, why, fine=fine)
 
         save.durable.add_done_callback(durable)
-        with self._counted():
-            self.disk.over(save.step)
+        self.disk.over(save.step)
 
     def restored(self, restored: RestoredState) -> None:
         """Continue from a restored state."""
@@ -554,7 +541,6 @@ class Recorder(Participant):
                 self._declared.check(head, layout, target.block(room), ran)
             target.keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
-            self.stats.records += 1
             self.stats.record_bytes += layout.size_bytes + objects_bytes
             self.nonfinite.check(head, layout, target.block(room))
         except EverstepError as error:
@@ -641,21 +627,12 @@ class Recorder(Participant):
 
         An interrupt leaves a hole, too, and propagates."""
         try:
-            with self._counted():
-                yield
+            yield
         except Exception as error:
             self._fail(as_everstep_error(error, step))
         except BaseException:
             self._add_hole("recording was interrupted")
             raise
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        start_s = self._clock.monotonic_s()
-        try:
-            yield
-        finally:
-            self.stats.stall_s += self._clock.monotonic_s() - start_s
 
 
 @dataclass(slots=True)
@@ -663,18 +640,14 @@ class RecorderStats:
     """Counters of the log.
 
     Attributes:
-        records: number of records.
         record_bytes: size of all records, in bytes.
         marks: number of step marks.
         holes: number of updates and marks that could not be recorded; each makes a base due.
-        stall_s: time the training thread spent recording, in seconds.
     """
 
-    records: int = 0
     record_bytes: int = 0
     marks: int = 0
     holes: int = 0
-    stall_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

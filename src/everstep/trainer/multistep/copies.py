@@ -182,7 +182,7 @@ class WindowCopies:
         sample = None if copies.check is None else copies.check.take()
         # Not read later: the window has moved to another mark when the check runs.
         step = window.identity.step
-        timed = self.partitioner.timed("part", size_bytes)
+        timed = self.partitioner.timed(size_bytes)
         transfer = self._lane.submit(copies.batches, window.block, lambda end: None)
         one = _PartCopy(window, transfer, copies.ends, copies.end)
         self._copying.append(one)
@@ -335,7 +335,7 @@ class WindowCopies:
         submit = self._lane.submit_yielding if yielding else self._lane.submit
         progress = check.copied if check is not None else lambda end: None
         transfer = submit(Chunks(batches, self.partitioner.chunk_bytes), into, progress)
-        timed = self.partitioner.timed("gradients", layout.size_bytes, yielding=yielding)
+        timed = self.partitioner.timed(layout.size_bytes, yielding=yielding)
         return _PendingUpdate(window, key, update, transfer, timed, inputs, held, check)
 
     def _holdable(

@@ -559,7 +559,7 @@ class MultistepDriver(Participant):
         window.costs.state_bytes = prepared.size_bytes
         self._note_mark(window, survey)
         plan = prepared.plan(identity)
-        timed = self.copies.partitioner.timed("part", last.size_bytes)
+        timed = self.copies.partitioner.timed(last.size_bytes)
         notify = partial(handover.notify, timed)
         # Cleared first: an interrupt within fill() must not leave a window that is filled twice.
         self.window = None

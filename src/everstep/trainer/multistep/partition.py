@@ -23,7 +23,6 @@ from everstep.seams import Clock
 from everstep.trainer.multistep.measurements import MultistepStats, StepTimes
 
 __all__ = [
-    "OnCopy",
     "Partitioner",
     "TimedCopy",
     "Unit",
@@ -63,11 +62,6 @@ class Unit:
     entries: tuple[str, ...]
     size_bytes: int
     gradient_bytes: int = 0
-
-
-OnCopy = Callable[[str, float, float, int], None]
-"""Observer of copies, called in the lane's thread: kind (``"part"`` or ``"gradients"``), begin and
-end on the monotonic clock, and size in bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +122,6 @@ class Partitioner:
 
     Attributes:
         steps: durations of steps.
-        on_copy: observer of copies; used by pictures of a run.
     """
 
     def __init__(
@@ -151,14 +144,13 @@ class Partitioner:
         self._cuts: dict[tuple[int, int | None], Cut] = {}  # best cuts for it
         self._last_query: _CutQuery | None = None
         self._last_cut: Sequence[Sequence[Unit]] | None = None
-        self.on_copy: OnCopy = lambda kind, begin_s, end_s, size_bytes: None
 
     @property
     def knows_link(self) -> bool:
         """Return True if the bandwidth was measured."""
         return self._stats.link_bytes_per_s is not None
 
-    def timed(self, kind: str, size_bytes: int, *, yielding: bool = False) -> TimedCopy:
+    def timed(self, size_bytes: int, *, yielding: bool = False) -> TimedCopy:
         """Measure a copy that is about to be submitted; the lane's thread reports its end.
 
         Copies run one at a time: one begins when it is submitted, or when the one before ends. A
@@ -166,7 +158,6 @@ class Partitioner:
         begins a copy only when its stream reaches it, which its own clock shows.
 
         Args:
-            kind: ``"part"`` or ``"gradients"``.
             size_bytes: size of the copy.
             yielding: later copies may overtake it.
         """
@@ -181,7 +172,6 @@ class Partitioner:
             if timed.exclusive and size_bytes >= _LEAST_BYTES and end_s > begin_s:
                 self._copies.append((size_bytes, end_s - begin_s))
                 self._stats.link_bytes_per_s = _link(self._copies)
-            self.on_copy(kind, begin_s, end_s, size_bytes)
 
         timed = TimedCopy(self._clock.monotonic_s(), ended)
         if yielding:

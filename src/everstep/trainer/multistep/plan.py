@@ -373,7 +373,7 @@ class WindowPlanner:
         timed = None
         # Otherwise the copy would measure how fast memory is touched, not the link.
         if self._lane.ready_bytes(tensors.values(), pool.whole) >= size_bytes:
-            timed = self._partitioner.timed("base", size_bytes)
+            timed = self._partitioner.timed(size_bytes)
         yield
         if timed is not None:
             self.timed = self._lane.run(timed.ended)

@@ -126,7 +126,6 @@ class Cadence(Participant):
         self._base_step = 0
         self._meter = DayMeter()
         self._recorded = 0
-        self._batch_steps = options.log.batch_first
         self._warned = False  # that bases exceed the budget
         self._proposal: IntervalProposal | None = None
         self._before_base = 0  # bytes recorded before the last base that goes to disk
@@ -260,7 +259,6 @@ class Cadence(Participant):
             if self._options.every.auto:
                 self._choose()
             self._forecast_day()
-            self._report_segment_size()
 
     # --- Measurements -------------------------------------------------------------------
 
@@ -533,19 +531,6 @@ class Cadence(Participant):
             f"{budget_in_words(self._options)}: from now on the log stays in memory ({why}); "
             "a lost machine then costs all steps after the newest base"
         )
-
-    def _report_segment_size(self) -> None:
-        """Print the number of steps in a segment when it has changed considerably."""
-        if not self._options.batch_auto or not self._logs_to_disk:
-            return
-        steps = self._keepers.stats.log_batch_steps
-        before = self._batch_steps
-        if not steps or before / 2 < steps < before * 2:
-            return
-        self._batch_steps = steps
-        step_s = self._estimator.step_s or 0.0
-        took = f"{_steps(steps)} ({steps * step_s:.3g} s); before: {_steps(before)}"
-        self._say(f"the log goes to disk every {took}")
 
     def _say(self, text: str) -> None:
         print_line(f"everstep: {self._run}: {text}")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from everstep.capture.update_hooks import in_thread
 from everstep.errors import StateError
 
-__all__ = ["CallGuard", "exclusive", "refuse_reentry"]
+__all__ = ["CallGuard", "exclusive"]
 
 _POLL_S = 1e-3
 _LAST_CALL_S = 10.0
@@ -142,21 +142,6 @@ def exclusive(name: str) -> Callable[[_Function], _Function]:
                 return function(self, *args, **options)
             finally:
                 calls.end()
-
-        return cast("_Function", call)
-
-    return decorate
-
-
-def refuse_reentry(name: str) -> Callable[[_Function], _Function]:
-    """Decorate a method that waits for the results of exclusive calls, and must not run
-    inside one."""
-
-    def decorate(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def call(self: Any, *args: Any, **options: Any) -> Any:
-            self._calls.refuse_within(name)
-            return function(self, *args, **options)
 
         return cast("_Function", call)
 

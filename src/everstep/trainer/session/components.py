@@ -163,7 +163,6 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
             state,
             lane,
             channel,
-            clock,
             saver=saver,
             log_bytes_max=limits.memory_bytes,
             replica=replica,

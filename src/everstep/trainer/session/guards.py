@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import PurePath
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from everstep.config.given import is_int, is_number
 from everstep.errors import (
-    EverstepError,
     OptionError,
     StateError,
     UnavailableError,
 )
-from everstep.seams.stderr import print_line
 
 __all__ = [
-    "Closing",
     "check_platform",
     "check_resume",
     "check_timeout",
     "check_usable",
-    "close_earlier",
     "refuse_pickling",
 ]
-
-
-_MANY = 4  # open Checkpointers at which a message is printed
-
-
-class Closing(Protocol):
-    """Object with a ``close`` method."""
-
-    def close(self) -> None: ...
 
 
 def check_platform() -> None:
@@ -111,31 +97,4 @@ def check_timeout(timeout_s: float | None) -> None:
     if timeout_s is not None and not (is_number(timeout_s) and timeout_s >= 0):
         raise OptionError(
             f"wait(timeout_s={timeout_s!r}): timeout_s must be a number >= 0, or None"
-        )
-
-
-def close_earlier(live: Mapping[tuple[PurePath, int], Closing], key: tuple[PurePath, int]) -> None:
-    """Close an earlier Checkpointer of the same run and rank in this process.
-
-    This happens when a notebook cell is executed again. Checkpointers of other runs stay open: one
-    that the program has merely dropped still has a last base to take. A message is printed when
-    many are open.
-
-    Args:
-        live: open Checkpointers of this process, by run and rank.
-        key: run and rank of the new one.
-    """
-    earlier = live.get(key)
-    run = key[0]
-    if earlier is not None:
-        try:
-            earlier.close()
-        except EverstepError as error:
-            print_line(f"everstep: the earlier Checkpointer of {run}: {error}")
-    others = sorted({str(other) for other, _ in list(live)} - {str(run)})
-    if len(others) >= _MANY and len(others).bit_count() == 1:  # 4, 8, 16: not at each
-        print_line(
-            f"everstep: {len(others)} Checkpointers of other runs are open in this process, the "
-            f"first of {others[0]}: each holds its state, a keeper and the keeper's memory until "
-            "close(); use `with everstep.Checkpointer(...) as ckpt:` to close it after training"
         )

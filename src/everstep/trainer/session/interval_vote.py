@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["HYSTERESIS", "TOLERANCE", "AgreedInterval", "IntervalProposal", "agree_on_interval"]
+__all__ = ["HYSTERESIS", "TOLERANCE", "IntervalProposal", "agree_on_interval"]
 
 TOLERANCE = 0.25
 """Relative difference up to which the current interval is kept.
@@ -23,35 +23,13 @@ HYSTERESIS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class IntervalProposal:
-    """Base interval that one rank proposes according to its measurements.
-
-    Attributes:
-        steps: proposed number of steps between two bases.
-        why: reason, for the message.
-        least: minimum number of steps that the write budget allows.
-        most: maximum number of steps that the log has space for; None if there is no limit.
-        full: name of the space that limits ``most``.
-    """
-
-    steps: int
-    why: str
-    least: int
-    most: int | None
-    full: str
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedInterval:
-    """AgreedInterval that results from the proposals of all ranks.
-
-    It is the longest proposed interval, moved into the limits of all ranks. If the limits
-    contradict each other, ``most`` wins: without a base, steps would be lost.
+    """Base interval that one rank proposes according to its measurements, or that all agree on.
 
     Attributes:
         steps: number of steps between two bases.
         why: reason, for the message.
-        least: largest ``least`` of all proposals.
-        most: smallest ``most`` of all proposals.
+        least: minimum number of steps that the write budget allows.
+        most: maximum number of steps that the log has space for; None if there is no limit.
         full: name of the space that limits ``most``.
     """
 
@@ -69,8 +47,11 @@ class AgreedInterval:
         return within and abs(current - self.steps) <= TOLERANCE * current
 
 
-def agree_on_interval(proposals: Sequence[IntervalProposal]) -> AgreedInterval:
+def agree_on_interval(proposals: Sequence[IntervalProposal]) -> IntervalProposal:
     """Return the interval for all ranks.
+
+    It is the longest proposed interval, moved into the limits of all ranks. If the limits
+    contradict each other, ``most`` wins: without a base, steps would be lost.
 
     Args:
         proposals: one for each rank, in the order of ranks.
@@ -89,4 +70,4 @@ def agree_on_interval(proposals: Sequence[IntervalProposal]) -> AgreedInterval:
     if most is not None and steps > most:
         steps = most
         why = f"{full} has space for no more"
-    return AgreedInterval(steps, why, least, most, full)
+    return IntervalProposal(steps, why, least, most, full)

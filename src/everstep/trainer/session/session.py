@@ -23,10 +23,9 @@ from everstep.trainer.participant import BaseRequest, Mark, RestoredState
 from everstep.trainer.session.calls import CallGuard
 from everstep.trainer.session.closing import Closing, report_lost_bases, wait_for_bases
 from everstep.trainer.session.components import Components, build_components
-from everstep.trainer.session.position import Position
 from everstep.trainer.session.preemption import PreemptionHandler
 from everstep.trainer.session.start import RunStarter
-from everstep.trainer.session.state_watch import StateWatch
+from everstep.trainer.session.state_watch import Position, StateWatch
 from everstep.trainer.session.stats import Stats, stats_of
 from everstep.trainer.session.step_consensus import StepConsensus
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any
-
-from torch import nn
 
 from everstep.errors import RecoveryError, StateError
 from everstep.format.writer import ChunkRing
@@ -31,50 +28,9 @@ from everstep.trainer.job.place import RunPlace
 from everstep.trainer.log.residuals import warn_of_unsaved_residuals
 
 __all__ = [
-    "FrozenParameters",
     "LiveStateGuard",
     "RunStarter",
 ]
-
-_NAMED_MAX = 3
-
-
-class FrozenParameters:
-    """Detect changes of ``requires_grad``, which is in no ``state_dict()`` and in no base.
-
-    Args:
-        values: values of the state, by key.
-    """
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-        self._at_start: frozenset[str] | None = None
-        self._step = 0
-
-    def started(self, step: int) -> None:
-        """Remember the frozen parameters when training starts at ``step``."""
-        self._at_start = self._now()
-        self._step = step
-
-    def changed(self) -> str | None:
-        """Return a note about changes since training started in this process; None without any."""
-        if self._at_start is None or not (changed := self._at_start ^ self._now()):
-            return None
-        names = sorted(changed)
-        more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
-        return (
-            f"requires_grad of {', '.join(names[:_NAMED_MAX])}{more} was changed since step "
-            f"{self._step}: it is not part of the state; set it as it was at the restored step"
-        )
-
-    def _now(self) -> frozenset[str]:
-        return frozenset(
-            f"{key}.{name}"
-            for key, value in self._values.items()
-            if isinstance(value, nn.Module)
-            for name, parameter in value.named_parameters()
-            if not parameter.requires_grad
-        )
 
 
 class LiveStateGuard:
@@ -172,7 +128,6 @@ class RunStarter:
         self._ring = ring
         self.live_state = LiveStateGuard()
         self._timeout_s = timeout_s
-        self._frozen = FrozenParameters(state.values)
         self._timelines = TimelineCache()
 
     @property
@@ -196,9 +151,8 @@ class RunStarter:
             RecoveryError, MismatchError, StateError, KeeperError, DeadlineError
         """
         with self._reporting_failure():
-            self._keepers.open(in_background=self.job is not None)
+            self._keepers.open()
             recalled = self._recall(own=own)
-        changed = self._frozen.changed()
         warn_of_unsaved_residuals(
             self._state
         )  # a hook may have been registered since the last start
@@ -207,9 +161,6 @@ class RunStarter:
             resumed, in_memory = self._resume(request)
         resumed = _warn_of_left_out(resumed, self._run)
         self.live_state.restored(resumed, self._run)
-        self._frozen.started(resumed.step)
-        if changed:
-            resumed = replace(resumed, problems=(*resumed.problems, changed))
         return resumed, in_memory
 
     def _resume(self, request: ResumeRequest) -> tuple[Resumed, bool]:
@@ -219,7 +170,7 @@ class RunStarter:
         # Not as a job of one: that takes more operations of the file system (see ``resume``).
         alone = resume(request, self._timelines)
         if alone is None:  # several ranks have trained the run last
-            return resume_as_job_of_one(request, self._run_id, self._keepers.ready)
+            return resume_as_job_of_one(request, self._run_id)
         held = request.recalled.newest
         in_memory = alone.source == "memory" and held is not None and not held.durable
         return with_source(alone, self._seams, self._run), in_memory
@@ -230,7 +181,6 @@ class RunStarter:
         Raises:
             StateError: The run has something to resume.
         """
-        self._frozen.started(0)
         warn_of_unsaved_residuals(self._state)
         with self._record_devices():
             return self._open_first_timeline()
@@ -265,7 +215,7 @@ class RunStarter:
     def _open_first_timeline(self) -> int:
         if self.job is not None:
             with self._reporting_failure():
-                self._keepers.open(in_background=True)
+                self._keepers.open()
                 recalled = self._keepers.recall_leftovers()
             request = self._request(recalled, restores=False)
             return self.job.start_fresh(request, self._keepers).timeline

@@ -27,18 +27,19 @@ from torch import nn
 from everstep.capture.update_hooks import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
+from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
 from everstep.state.layout.names import RNG_SECTION
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
-from everstep.trainer.base.mark_state import InitialState, LastMark
+from everstep.trainer.base.mark_state import LastMark, MarkSnapshot
 from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
 from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
 from everstep.trainer.log.untracked_writes import WatchedTensors
 from everstep.trainer.participant import Participant
-from everstep.trainer.session.position import Position
 
 __all__ = [
+    "Position",
     "StateWatch",
     "mid_step_position",
 ]
@@ -46,6 +47,36 @@ __all__ = [
 _log = logging.getLogger("everstep")
 
 _RANDOM = f"{RNG_SECTION}/"
+
+
+class Position:
+    """Position of this rank's training.
+
+    Attributes:
+        step: step that the last call of ``step()`` has ended.
+        timeline: number of the timeline; 0 before the first.
+    """
+
+    def __init__(self, run_id: str, state: State, updates: UpdateHooks) -> None:
+        self.step = 0
+        self.timeline = 0
+        self._run_id = run_id
+        self._state = state
+        self._updates = updates
+
+    def identity(self, exact: bool = True) -> ShardIdentity:
+        """Return the identity of a base of the current step."""
+        state = self._state
+        return ShardIdentity(
+            self._run_id,
+            self.timeline,
+            self.step,
+            self._updates.lsn,
+            state.ranks.rank,
+            state.ranks.world,
+            exact and state.exact,
+            inexact=state.why_inexact,
+        )
 
 
 class StateWatch:
@@ -93,7 +124,7 @@ class StateWatch:
         self._names: tuple[str, ...] = ()
         self._random: tuple[str, ...] = ()
         self._tensors: object = None
-        self._fresh: InitialState | None = None
+        self._fresh: MarkSnapshot | None = None
         self._handled = id(None)  # an exception that the loop was handling at the last mark
         self._pending_gradients = PendingGradients(state, updates, tell)
         self._pending_scalers = PendingScalers(state.values, tell)
@@ -252,8 +283,7 @@ class StateWatch:
         self._untracked_schedulers.started()
         if fresh:
             current = survey or self._state.survey()
-            names = [name for name in current.tensors if name.startswith(_RANDOM)]
-            self._fresh = InitialState(current, names)
+            self._fresh = MarkSnapshot.of(current, current.tensors)
 
     def has_moved(self) -> bool:
         """Return True if the state may differ from that of a fresh start.
@@ -265,7 +295,7 @@ class StateWatch:
         updates.settle()
         if self._at.step > 0 or updates.lsn > 0 or updates.failed or self.changing:
             return True
-        return self._fresh is not None and not self._fresh.is_that_of(self._state.survey())
+        return self._fresh is not None and not self._fresh.holds(self._state.survey())
 
     def step_ended(self) -> None:
         """Check that the step is complete (gradients consumed, scaler updated), and mark it."""
