@@ -185,7 +185,7 @@ def waste(costs: Costs, interval_s: float, batch_s: float, *, write_cost: bool =
     )
 
 
-def write_costs(costs: Costs, write_cost: bool) -> tuple[float, float]:
+def write_costs(costs: Costs, write_cost: bool = True) -> tuple[float, float]:
     """Return the seconds of training that a base and a segment cost; see :func:`waste`."""
     if not write_cost:
         return costs.write_s, 0.0
@@ -214,13 +214,13 @@ def check_transfers(costs: Costs) -> None:
             )
 
 
-def check_batches(costs: Costs, batch_max: int | None, write_cost: bool) -> None:
+def check_batches(costs: Costs, batch_max: int | None) -> None:
     """The log can be written in less time than training takes for what is in it.
 
     Raises:
         InfeasibleError: writing the largest batch costs all of that time.
     """
-    _, batch_write_s = write_costs(costs, write_cost)
+    _, batch_write_s = write_costs(costs)
     if batch_max is not None and batch_write_s >= batch_max * costs.step_s:
         needed_s = batch_max * costs.step_s
         raise InfeasibleError(

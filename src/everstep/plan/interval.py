@@ -108,7 +108,7 @@ def closed_form(costs: Costs) -> Point:
     return Point(interval_s, batch_s, waste(costs, interval_s, batch_s, write_cost=False))
 
 
-def continuous_optimum(costs: Costs, *, write_cost: bool = True) -> Point:
+def continuous_optimum(costs: Costs) -> Point:
     """Return the minimum of :func:`~everstep.plan.costs.waste` over real ``0 < batch_s <=
     interval_s``.
 
@@ -121,7 +121,7 @@ def continuous_optimum(costs: Costs, *, write_cost: bool = True) -> Point:
         InfeasibleError: replay is slower than training.
     """
     _check_replay(costs)
-    base_s, batch_write_s = write_costs(costs, write_cost)
+    base_s, batch_write_s = write_costs(costs)
     mtbf_s = costs.mtbf_s
     merge_s = costs.merge_s
     rate = costs.replay_s / costs.step_s
@@ -148,7 +148,7 @@ def continuous_optimum(costs: Costs, *, write_cost: bool = True) -> Point:
     interval_s = interval_for(batch_s)
     if batch_s > interval_s:  # convex: the minimum is then on the border
         interval_s = batch_s = math.sqrt(2 * mtbf_s * (base_s + batch_write_s))
-    return Point(interval_s, batch_s, waste(costs, interval_s, batch_s, write_cost=write_cost))
+    return Point(interval_s, batch_s, waste(costs, interval_s, batch_s))
 
 
 # --- Whole numbers of steps -------------------------------------------------------------
@@ -159,32 +159,31 @@ def interval_steps_min(costs: Costs) -> int:
     return max(1, _ceil(costs.write_s / costs.step_s))
 
 
-def optimum(costs: Costs, *, batch_max: int | None = None, write_cost: bool = True) -> Optimum:
+def optimum(costs: Costs, *, batch_max: int | None = None) -> Optimum:
     """Return the best whole numbers of steps, and the solutions of formulas.
 
     Args:
         batch_max: maximum steps per segment, limited by memory.
-        write_cost: see :func:`~everstep.plan.costs.waste`.
 
     Raises:
         InfeasibleError: see :func:`best_choice`.
     """
     return Optimum(
-        best_choice(costs, batch_max=batch_max, write_cost=write_cost),
-        continuous_optimum(costs, write_cost=write_cost),
+        best_choice(costs, batch_max=batch_max),
+        continuous_optimum(costs),
         closed_form(costs),
-        without_log(costs, write_cost=write_cost),
+        without_log(costs),
     )
 
 
-def best_choice(costs: Costs, *, batch_max: int | None = None, write_cost: bool = True) -> Choice:
+def best_choice(costs: Costs, *, batch_max: int | None = None) -> Choice:
     """Return the best of all whole numbers of steps.
 
     Among equals, the shortest segment, which loses the fewest steps; then the shortest interval,
     which is replayed fastest.
 
     Args:
-        batch_max, write_cost: see :func:`optimum`.
+        batch_max: see :func:`optimum`.
 
     Raises:
         InfeasibleError: loading or writing a base takes longer than the MTBF, replay is slower than
@@ -194,10 +193,10 @@ def best_choice(costs: Costs, *, batch_max: int | None = None, write_cost: bool 
         raise OptionError(f"batch_max must be at least one step, not {batch_max!r}")
     check_transfers(costs)
     _check_replay(costs)
-    check_batches(costs, batch_max, write_cost)
-    best = _least(costs, batch_max, write_cost)
+    check_batches(costs, batch_max)
+    best = _least(costs, batch_max)
     if best.waste.total >= 1:
-        needed_s = _mtbf_needed(costs, batch_max, write_cost)
+        needed_s = _mtbf_needed(costs, batch_max)
         raise InfeasibleError(
             f"a failure every {costs.mtbf_s:.4g} s leaves no time for training: at best "
             f"{best.waste.total:.0%} of it would be wasted",
@@ -213,7 +212,6 @@ def curve(
     intervals_steps: Iterable[int],
     *,
     batch_max: int | None = None,
-    write_cost: bool = True,
 ) -> list[Choice]:
     """Return the best segment length for each interval; intervals too short for a base are
     lengthened.
@@ -222,9 +220,9 @@ def curve(
         InfeasibleError: replay is slower than training.
     """
     _check_replay(costs)
-    grid = _Grid.of(costs, batch_max, write_cost)
+    grid = _Grid.of(costs, batch_max)
     intervals = sorted({max(grid.interval_min, steps) for steps in intervals_steps})
-    return [_choice(costs, n, grid.best_batch(n), write_cost) for n in intervals]
+    return [_choice(costs, n, grid.best_batch(n)) for n in intervals]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +242,8 @@ class _Grid:
     batch_max: int | None
 
     @classmethod
-    def of(cls, costs: Costs, batch_max: int | None, write_cost: bool) -> _Grid:
-        base_s, batch_write_s = write_costs(costs, write_cost)
+    def of(cls, costs: Costs, batch_max: int | None) -> _Grid:
+        base_s, batch_write_s = write_costs(costs)
         return cls(
             a=(costs.step_s - costs.replay_s) / (2 * costs.mtbf_s),
             e=costs.replay_s / (2 * costs.mtbf_s),
@@ -319,32 +317,31 @@ class _Grid:
         return min(range(low, high + 1), key=self.bound)
 
 
-def _least(costs: Costs, batch_max: int | None, write_cost: bool) -> Choice:
-    n, k = _Grid.of(costs, batch_max, write_cost).best()
-    return _choice(costs, n, k, write_cost)
+def _least(costs: Costs, batch_max: int | None) -> Choice:
+    n, k = _Grid.of(costs, batch_max).best()
+    return _choice(costs, n, k)
 
 
-def _choice(costs: Costs, n: int, k: int, write_cost: bool) -> Choice:
+def _choice(costs: Costs, n: int, k: int) -> Choice:
     interval_s = n * costs.step_s
     batch_s = k * costs.step_s
-    wasted = waste(costs, interval_s, batch_s, write_cost=write_cost)
-    return Choice(n, k, interval_s, batch_s, wasted)
+    return Choice(n, k, interval_s, batch_s, waste(costs, interval_s, batch_s))
 
 
-def without_log(costs: Costs, *, write_cost: bool = True) -> Choice:
+def without_log(costs: Costs) -> Choice:
     """Return the best interval between bases without a log, in whole steps.
 
     Young's choice (GoCkpt section 3.1): all steps since the base are lost. Bases are never closer
     than the duration of one write, however frequent failures are.
     """
     costs = replace(costs, batch_write_s=0.0)
-    base_s, _ = write_costs(costs, write_cost)
+    base_s, _ = write_costs(costs)
     lost = costs.step_s / (2 * costs.mtbf_s)
     base = base_s / costs.step_s
     n = max(interval_steps_min(costs), math.floor(math.sqrt(base / lost)))
     if lost * (n + 1) + base / (n + 1) < (lost * n + base / n) * (1 - EQUAL):
         n += 1
-    return _choice(costs, n, n, write_cost)
+    return _choice(costs, n, n)
 
 
 WASTE_OF_NO_ACCOUNT = 0.001
@@ -395,11 +392,11 @@ def _check_replay(costs: Costs) -> None:
         )
 
 
-def _mtbf_needed(costs: Costs, batch_max: int | None, write_cost: bool) -> float:
+def _mtbf_needed(costs: Costs, batch_max: int | None) -> float:
     """Return the MTBF at which the best choice wastes all of the time."""
 
     def enough(mtbf_s: float) -> bool:
-        return _least(replace(costs, mtbf_s=mtbf_s), batch_max, write_cost).waste.total < 1
+        return _least(replace(costs, mtbf_s=mtbf_s), batch_max).waste.total < 1
 
     low = high = costs.mtbf_s
     while not enough(high):

@@ -26,16 +26,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
+from everstep.plan.multistep import Overlap, Pipeline, overlap
 
 __all__ = [
     "Cut",
     "best_cut",
-    "best_parts",
     "fewest",
     "fewest_of",
     "filling_shares",
-    "least_wait_s",
 ]
 
 _HALVINGS = 24  # of how full windows are
@@ -53,16 +51,6 @@ class Cut:
 
     shares: Sequence[float]
     overlap: Overlap
-
-
-def least_wait_s(pipeline: Pipeline) -> float:
-    """Return the least time that training waits with any number and sizes of parts.
-
-    For gradients held for one step: ``T - 1 / r`` steps, or nothing.
-    """
-    if not pipeline.gradients_s:
-        return 0.0
-    return max(0.0, pipeline.state_s * (1 - pipeline.step_s / pipeline.gradients_s))
 
 
 def best_cut(pipeline: Pipeline, parts: int, held_steps: int | None) -> Cut:
@@ -84,12 +72,6 @@ def best_cut(pipeline: Pipeline, parts: int, held_steps: int | None) -> Cut:
         for shares in filling_shares(pipeline, parts, held_steps)
     ]
     return min([*found, equal], key=lambda cut: round(cut.overlap.stall_s, 9))
-
-
-def best_parts(pipeline: Pipeline, held_steps: int | None, parts_max: int = PARTS_MAX) -> Overlap:
-    """Return the best number of parts, see :func:`fewest`; one part is a lazy base."""
-    found = [best_cut(pipeline, parts, held_steps).overlap for parts in range(1, parts_max + 1)]
-    return found[fewest([item.lost_s for item in found]) - 1]
 
 
 def fewest(losses_s: Sequence[float]) -> int:

@@ -25,10 +25,9 @@ from everstep.state.training_state import State
 from everstep.state.values.tensors import tensor_entry
 from everstep.testing import inspect
 from everstep.trainer.log.update_inputs import InputReader
-from everstep.trainer.multistep import plan as planner_module
 from everstep.trainer.multistep.held_gradients import GradientCheck, SamplePlaces
 from everstep.trainer.multistep.partition import Partitioner
-from everstep.trainer.multistep.plan import WindowPlan, redo_bytes
+from everstep.trainer.multistep.plan import redo_bytes
 from tests.support.elsewhere import DEVICE, elsewhere
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.multistep.measured import Bench as Steps
@@ -115,49 +114,6 @@ def test_what_changes_after_it_was_planned_is_planned_anew(
 
 
 # --- Planned ahead ----------------------------------------------------------------------
-
-
-@BOTH
-def test_the_first_window_plans_nothing(
-    overlap: bool, served: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned: list[str] = []
-
-    def noted(owner: Any, name: str) -> None:
-        before = getattr(owner, name)
-
-        def note(*args: Any, **options: Any) -> Any:
-            planned.append(name)
-            return before(*args, **options)
-
-        monkeypatch.setattr(owner, name, note)
-
-    noted(planner_module, "capturable_units")
-    noted(WindowPlan, "_plan")
-    noted(SpotCheck, "some")
-    noted(Partitioner, "cut")
-    monkeypatch.setattr("everstep.link.recordable.plan_shards", plan_shards)
-    noted_layouts: list[int] = []
-
-    def counted(entries: Any, **options: Any) -> tuple[ShardLayout, ...]:
-        noted_layouts.append(len(entries))
-        return plan_shards(entries, **options)
-
-    monkeypatch.setattr("everstep.link.recordable.plan_shards", counted)
-    world = World()
-    with opened(served.run, world, method=over(3, overlap=overlap), every=None) as ckpt:
-        ckpt.resume()
-        run_steps(ckpt, world, 3)  # the state of the optimizer is there behind the first
-        assert {"capturable_units", "_plan", "some", "cut"} == set(planned)
-        assert noted_layouts
-        planned.clear()
-        noted_layouts.clear()
-        begin(ckpt)
-        run_steps(ckpt, world, 2)
-        assert planned == ["cut"]  # asked once more, for the same one
-        assert noted_layouts == []
-        ckpt.wait(TIMEOUT_S)
-    assert steps_on_disk(served.run)[-1] == 5
 
 
 def test_memory_of_gradients_is_made_ready_behind_a_step_and_no_base_waits_for_it(

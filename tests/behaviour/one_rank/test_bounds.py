@@ -14,8 +14,7 @@ from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.tiers.options import TierOptions
-from everstep.trainer.budget.disk import Bounds, bounds_of
-from everstep.trainer.budget.startup_notice import copies_notice
+from everstep.trainer.budget.disk import bounds_of
 from tests.support.given import options
 from tests.support.world import files_below, size_below
 
@@ -64,26 +63,6 @@ def test_run_folder_and_copies_stay_below_what_is_printed(
         assert one < size_below(base) <= bounds.base_bytes
     assert bounds.copies == ((str(place), 2 * bounds.base_bytes + 8192),)
     assert f"copies in {place}: keep 1, up to" in said
-
-
-@pytest.mark.parametrize(
-    ("world", "log", "said"),
-    [
-        (1, "none", "at most 24 objects an hour"),
-        (4, "none", "at most 24 objects an hour by all 4 ranks, 6 by this one"),
-        (
-            4,
-            "whole",
-            "at most 24 objects an hour by all 4 ranks, 6 by this one (a segment of the log every "
-            "1600 s)",
-        ),
-    ],
-)
-def test_what_a_cap_is_the_cap_of_is_printed(world: int, log: str, said: str) -> None:
-    place = TierOptions("/place", keep=1, log=log, objects_per_hour=24)
-    bounds = Bounds(0, 0, 0, 0, 0, (("/place", 1000),))
-    assert copies_notice(bounds, [place], world, 500).endswith(f", {said}")
-    assert "objects" not in copies_notice(bounds, [TierOptions("/place")], world, 500)
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,11 @@ def in_place(it: Training) -> None:
         it.model[1].weight.mul_(0.5)
 
 
-def replaced(it: Training) -> None:
-    it.model[1].weight.data = it.model[1].weight.detach().clone()
-
-
 MOVES: dict[str, Callable[[Training], Any]] = {
     "a forward": lambda it: it.model(torch.randn(4, 8)),
     "random numbers": lambda it: torch.rand(1),
     "an update that failed": half_an_update,
     "a write": in_place,
-    "other memory": replaced,
     "data": lambda it: it.data.update(at=3),
     "a rate": lambda it: it.optimizer.param_groups[0].update(lr=0.5),
 }

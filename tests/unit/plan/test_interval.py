@@ -108,7 +108,7 @@ def test_closed_form_is_eq_10_unless_a_batch_would_outgrow_the_interval(costs: C
         young_s = math.sqrt(2 * costs.mtbf_s * costs.write_s)
         assert (found.interval_s, found.batch_s) == pytest.approx((young_s, young_s), rel=1e-9)
     # Either way it is what bisection finds, which knows no Eq. 10.
-    same = continuous_optimum(costs.summed(), write_cost=False)
+    same = continuous_optimum(replace(costs.summed(), base_cost_s=None, batch_write_s=0.0))
     assert found.waste.total == pytest.approx(same.waste.total, rel=1e-9)
     assert found.interval_s == pytest.approx(same.interval_s, rel=1e-6)
     assert found.batch_s == pytest.approx(same.batch_s, rel=1e-6)
@@ -123,12 +123,10 @@ def test_eq_10_breaks_its_constraint_when_merging_is_slow() -> None:
     assert found.waste.replay == 0
 
 
-@given(any_costs(), st.booleans(), st.integers(0, 2**32))
-def test_no_real_point_beats_the_continuous_optimum(
-    costs: Costs, write_cost: bool, seed: int
-) -> None:
-    found = continuous_optimum(costs, write_cost=write_cost)
-    if costs.merge_s == 0 and (costs.batch_write_s == 0 or not write_cost):
+@given(any_costs(), st.integers(0, 2**32))
+def test_no_real_point_beats_the_continuous_optimum(costs: Costs, seed: int) -> None:
+    found = continuous_optimum(costs)
+    if costs.merge_s == 0 and costs.batch_write_s == 0:
         assert found.batch_s <= costs.step_s  # would be 0 otherwise
         return
     draw = random.Random(seed)
@@ -136,7 +134,7 @@ def test_no_real_point_beats_the_continuous_optimum(
         for _ in range(5):
             interval_s = found.interval_s * math.exp(draw.gauss(0, scale))
             batch_s = min(interval_s, found.batch_s * math.exp(draw.gauss(0, scale)))
-            there = waste(costs, interval_s, batch_s, write_cost=write_cost)
+            there = waste(costs, interval_s, batch_s)
             assert there.total >= found.waste.total * (1 - 1e-9)
 
 
@@ -270,16 +268,14 @@ def test_table_1_with_the_cost_of_writes_and_of_every_record() -> None:
 # --- Whole numbers ----------------------------------------------------------------------
 
 
-def exactly(costs: Costs, n: int, k: int, write_cost: bool = True) -> Fraction:
+def exactly(costs: Costs, n: int, k: int) -> Fraction:
     """The waste without rounding."""
     f = Fraction
     step, mtbf, merges = f(costs.step_s), f(costs.mtbf_s), (f(n, k) - 1) / 2
     write = f(costs.state_bytes) / f(costs.write_bytes_per_s)
     load = f(costs.state_bytes) / f(costs.load_bytes_per_s or costs.write_bytes_per_s)
-    base, batch = (write, f(0))
-    if write_cost:
-        base = write if costs.base_cost_s is None else f(costs.base_cost_s)
-        batch = f(costs.batch_write_s)
+    base = write if costs.base_cost_s is None else f(costs.base_cost_s)
+    batch = f(costs.batch_write_s)
     recovery = k * step / 2 + load + merges * (f(costs.merge_s) + k * f(costs.replay_s))
     return recovery / mtbf + base / (n * step) + batch / (k * step)
 
@@ -304,14 +300,12 @@ def small_costs(draw: st.DrawFn) -> Costs:
 
 
 @settings(max_examples=60)
-@given(small_costs(), st.booleans(), st.booleans(), st.none() | st.integers(1, 6))
-def test_best_choice_is_the_best_of_all(
-    costs: Costs, summed: bool, write_cost: bool, batch_max: int | None
-) -> None:
+@given(small_costs(), st.booleans(), st.none() | st.integers(1, 6))
+def test_best_choice_is_the_best_of_all(costs: Costs, summed: bool, batch_max: int | None) -> None:
     costs = costs.summed() if summed else costs
     least = interval_steps_min(costs)
     everywhere = {
-        (k, n): exactly(costs, n, k, write_cost)
+        (k, n): exactly(costs, n, k)
         for k in range(1, min(60, batch_max or 60) + 1)
         for n in range(max(k, least), 60)
     }
@@ -319,10 +313,10 @@ def test_best_choice_is_the_best_of_all(
     expected = min(place for place, value in everywhere.items() if value == best)
     assume(expected[1] < 50)  # the search above saw around it
     try:
-        found = best_choice(costs, batch_max=batch_max, write_cost=write_cost)
+        found = best_choice(costs, batch_max=batch_max)
     except InfeasibleError:
         batches_s = (batch_max or 60) * costs.step_s
-        assert best >= 1 or (write_cost and costs.batch_write_s >= batches_s)
+        assert best >= 1 or costs.batch_write_s >= batches_s
         return
     assert (found.batch_steps, found.interval_steps) == expected
     assert found.waste.total == pytest.approx(float(best))
@@ -595,7 +589,6 @@ def test_batches_that_cannot_be_written_in_time() -> None:
         best_choice(costs, batch_max=4)
     assert (caught.value.quantity, caught.value.needed) == ("batch_write_s", 4.4)
     assert best_choice(costs, batch_max=8).batch_steps == 8
-    assert best_choice(costs, batch_max=4, write_cost=False).batch_steps == 1
 
 
 @pytest.mark.parametrize(

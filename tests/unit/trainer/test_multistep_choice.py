@@ -9,14 +9,20 @@ import pytest
 import torch
 
 import everstep
-from everstep.plan.multistep import Pipeline
-from everstep.plan.multistep_cut import best_cut, best_parts, fewest
+from everstep.plan.multistep import Overlap, Pipeline
+from everstep.plan.multistep_cut import best_cut, fewest
 from everstep.seams import ManualClock
 from everstep.trainer.multistep.measurements import MultistepBase, MultistepStats, StepTimes
 from everstep.trainer.multistep.partition import Unit, cut_by_cost, modelled_overlap
 from tests.support.multistep.measured import Bench
 
 STATE_BYTES = 48 * 42 * 10_000
+
+
+def best_parts(given: Pipeline, held: int | None) -> Overlap:
+    """The best number of parts, up to 24."""
+    found = [best_cut(given, parts, held).overlap for parts in range(1, 25)]
+    return found[fewest([one.lost_s for one in found]) - 1]
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -14,8 +14,6 @@ from everstep.errors import (
     EverstepError,
     KeeperError,
     KeeperTimeoutError,
-    OutOfSpaceError,
-    UnavailableError,
 )
 from everstep.link.channel import BackgroundChannel
 from everstep.link.messages import PROTOCOL
@@ -83,20 +81,14 @@ def attach(
     )
     deadline_s = clock.monotonic_s() + max(_START_S, timeout_s)
     while clock.monotonic_s() < deadline_s:
-        connection, key, found = _connect(spawn)
-        try:
+        connection, key = _connect(spawn)
+        if connection is not None:
             with _name_keeper(key):
-                keeper = None
-                if connection is not None:
-                    keeper = _attach_over(
-                        connection, arena_bytes, channel, clock, timeout_s, events=events
-                    )
-        except (OutOfSpaceError, UnavailableError) as error:
-            if found and error.__cause__ is None:  # with a cause it is a limit of this process
-                error.hint = _limits_hint(key, error.hint)
-            raise
-        if keeper is not None:
-            return keeper
+                keeper = _attach_over(
+                    connection, arena_bytes, channel, clock, timeout_s, events=events
+                )
+            if keeper is not None:
+                return keeper
         # The keeper is ending, and still writes bases: a new one can start only after it.
         time.sleep(_RETRY_S)
     other = _find_renamed(run, run_id, rank)
@@ -107,36 +99,25 @@ def attach(
     )
 
 
-def _limits_hint(key: str, hint: str | None) -> str:
-    info = None
-    with contextlib.suppress(KeeperError):
-        info = find_keeper(key)
-    raised = "" if info is None else f"prlimit --pid {info.pid} raises them, "
-    return (
-        f"{hint}; the running keeper has the limits of the process that started it: {raised}"
-        "everstep stop ends it"
-    )
-
-
-def _connect(spawn: SpawnOptions) -> tuple[Connection | None, str, bool]:
+def _connect(spawn: SpawnOptions) -> tuple[Connection | None, str]:
     """Connect to the keeper, and start it if there is none.
 
     Returns:
-        The connection, the keeper's key, and True if the keeper existed before. The connection is
-        None if the keeper knows the folder by another path and is ending or not listening.
+        The connection and the keeper's key. The connection is None if the keeper knows the folder
+        by another path and is ending or not listening.
     """
     with contextlib.suppress(KeeperTimeoutError):  # raised if there is no keeper
-        return connect(spawn.key, timeout_s=0.0), spawn.key, True
+        return connect(spawn.key, timeout_s=0.0), spawn.key
     other = _find_renamed(PurePath(spawn.run), spawn.run_id, spawn.rank)
     if other is None:
         spawn_keeper(spawn)
         with _name_keeper(spawn.key):
-            return connect(spawn.key, timeout_s=_START_S), spawn.key, False
+            return connect(spawn.key, timeout_s=_START_S), spawn.key
     with contextlib.suppress(KeeperTimeoutError):
         connection = connect(other.key, timeout_s=0.0)
         _log.info("the keeper of %s is process %d, started in %s", spawn.run, other.pid, other.run)
-        return connection, other.key, True
-    return None, other.key, True
+        return connection, other.key
+    return None, other.key
 
 
 def attach_to(

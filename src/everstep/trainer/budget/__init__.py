@@ -1,4 +1,4 @@
-"""Memory and disk space that a run will need: computed, checked and announced before it starts.
+"""Memory and disk space that a run will need: computed and checked before it starts.
 
 Runs in the training process. Read in this order:
 
@@ -6,5 +6,4 @@ Runs in the training process. Read in this order:
 - ``host_memory``: divides the budget of host memory.
 - ``disk``: upper bounds for the disk, and the daily write budget.
 - ``log_limits``: limits of the gradient log.
-- ``startup_notice``: lines printed at the start.
 """

@@ -18,7 +18,6 @@ import msgpack
 
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.offers import Choice
-from everstep.config.options import Options
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.restore.fetch.rank_copies import Copies
@@ -28,20 +27,13 @@ from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.report import Resumed
 from everstep.restore.start.request import ResumeRequest
 from everstep.restore.start.resume_job import resume_all_ranks
-from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
 from everstep.seams.network.group import Group, group_of_job, store_survives_restarts
 from everstep.seams.network.mailbox import NoMailbox
-from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.orphaned_keepers import orphaned_logs
-from everstep.trainer.job.option_check import (
-    refuse_unaudited,
-    refuse_unsupported,
-    shared_options,
-)
-from everstep.trainer.job.peer_nodes import refuse_peer_without_ranks
 from everstep.trainer.job.run_folder import SharedRun, open_shared_run
 from everstep.trainer.job.start import (
     JobStart,
@@ -49,7 +41,7 @@ from everstep.trainer.job.start import (
     reporting_failure,
 )
 
-__all__ = ["Job", "join_job", "prepare_run", "resume_as_job_of_one"]
+__all__ = ["Job", "join_job", "resume_as_job_of_one"]
 
 _log = logging.getLogger("everstep")
 
@@ -199,37 +191,6 @@ def join_job(seams: Seams, timeout_s: float) -> Job | None:
             "--standalone or --rdzv-backend=c10d"
         )
     return None if group is None else Job(group, timeout_s)
-
-
-def prepare_run(
-    job: Job | None,
-    options: Options,
-    seams: Seams,
-    run: PurePath,
-    tiers: Sequence[TierOptions] = (),
-    peers: PeerOptions | None = None,
-) -> tuple[RankInfo, Callable[[], str]]:
-    """Return the rank of this process, and a function that opens the run and returns its id.
-
-    Several ranks open the run at once: which entries each of them writes depends on which ranks
-    share a folder. A single rank opens it later, after its budgets were checked.
-
-    Args:
-        tiers: places for copies.
-        peers: options for the memory of other nodes.
-
-    Raises:
-        OptionError: See :func:`refuse_unsupported`.
-        StorageError, OptionError, RecoveryError, DeadlineError: See :meth:`Job.open_run`.
-    """
-    refuse_unsupported(ONE_RANK if job is None else job.info, options, tiers)
-    if job is None:
-        refuse_peer_without_ranks(peers)
-        return ONE_RANK, lambda: open_run_folder(seams.filesystem, run).run or ""
-    run_id = job.open_run(seams, run, tiers, peers, shared_options(options))
-    refuse_unaudited(job.info, options)
-    computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
-    return replace(job.info, followed=computed, logged=options.logs), lambda: run_id
 
 
 def resume_as_job_of_one(request: ResumeRequest, run_id: str) -> tuple[Resumed, bool]:

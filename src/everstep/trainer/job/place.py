@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from everstep.config.options import Options
+from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
-from everstep.trainer.job.job import Job, join_job, prepare_run
+from everstep.trainer.job.job import Job, join_job
+from everstep.trainer.job.option_check import (
+    refuse_unaudited,
+    refuse_unsupported,
+    shared_options,
+)
+from everstep.trainer.job.peer_nodes import refuse_peer_without_ranks
 
 __all__ = ["RunPlace"]
 
@@ -56,7 +63,18 @@ class RunPlace:
         named, peers = split_peers(tiers, options.method.tiers)
         places = validate_tiers(named, options.keep, peers, logs=options.logs)
         job = join_job(seams, options.progress_timeout_s)
-        # The ranks open their run folders first: which entries a rank writes depends on which
-        # ranks share a folder.
-        ranks, open_run = prepare_run(job, options, seams, run, places, peers)
-        return cls(run, seams, seams, job, ranks, places, peers, open_run)
+        refuse_unsupported(ONE_RANK if job is None else job.info, options, places)
+        if job is None:
+            refuse_peer_without_ranks(peers)
+
+            def open_run() -> str:
+                return open_run_folder(seams.filesystem, run).run or ""
+
+            return cls(run, seams, seams, job, ONE_RANK, places, peers, open_run)
+        # Several ranks open the run at once: which entries a rank writes depends on which ranks
+        # share a folder.
+        run_id = job.open_run(seams, run, places, peers, shared_options(options))
+        refuse_unaudited(job.info, options)
+        computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
+        ranks = replace(job.info, followed=computed, logged=options.logs)
+        return cls(run, seams, seams, job, ranks, places, peers, lambda: run_id)

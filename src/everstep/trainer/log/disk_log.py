@@ -126,13 +126,10 @@ class DiskLog:
             return
         wanted = self._marks.popleft()
         if not self._wait_for_record(wanted):
-            self._channel.post(
-                DeadlineError(
-                    f"step {step}: no record of the log was written to disk within "
-                    f"{self._timeout_s:g} s: the storage has hung",
-                    step=step,
-                    hint="check the disk or the network file system (dmesg, df, iostat)",
-                )
+            self._report_hang(
+                f"step {step}: no record of the log was written to disk within "
+                f"{self._timeout_s:g} s: the storage has hung",
+                step,
             )
 
     def _wait_for_record(self, wanted: int) -> bool:
@@ -167,15 +164,16 @@ class DiskLog:
         while self._pending_bases and self._pending_bases[0].step <= step - (self._lag or 0):
             base = self._pending_bases.popleft()
             if not self._wait_until_durable(base):
-                self._channel.post(
-                    DeadlineError(
-                        f"the base of step {base.step}, which the log on disk starts from, is not "
-                        f"durable, and nothing was written for {self._timeout_s:g} s: the storage "
-                        "or the keeper of another rank has hung",
-                        step=step,
-                        hint="check the disk or the network file system (dmesg, df, iostat)",
-                    )
+                self._report_hang(
+                    f"the base of step {base.step}, which the log on disk starts from, is not "
+                    f"durable, and nothing was written for {self._timeout_s:g} s: the storage "
+                    "or the keeper of another rank has hung",
+                    step,
                 )
+
+    def _report_hang(self, message: str, step: int) -> None:
+        hint = "check the disk or the network file system (dmesg, df, iostat)"
+        self._channel.post(DeadlineError(message, step=step, hint=hint))
 
     def _wait_until_durable(self, base: Save) -> bool:
         """Wait until a base is durable.

@@ -14,7 +14,7 @@ the next update reads."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ import torch
 from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
 from everstep.capture.version_counters import Versions, storage_of
 from everstep.errors import AuditError
+from everstep.format.digests import digest
 from everstep.link.channel import BackgroundChannel
 from everstep.state.providers.zero import local_optimizer
 from everstep.state.ranks.log_shares import updated_elsewhere
 from everstep.state.survey.ownership import memory_of, updated_tensors
 from everstep.state.survey.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State
-from everstep.state.values.tensors import local_tensor, why_not_storable
+from everstep.state.values.tensors import host_bytes, local_tensor, why_not_storable
 
 __all__ = ["SAMPLED_FIRST_STEPS", "SAMPLE_EVERY_STEPS", "UntrackedWrites", "WatchedTensors"]
 
@@ -45,14 +46,19 @@ class WatchedTensors:
     Args:
         tensors: watched tensors, by entry name.
         beside: all other tensors of the state, whose writes move shared counters; None if unknown.
+        suspects: names of tensors compared completely: samples of them have changed once without a
+            version counter moving.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
         beside: Iterable[torch.Tensor] | None = None,
+        suspects: Collection[str] = (),
     ) -> None:
         self.tensors = tensors
+        self._suspects = suspects
+        self._digests: dict[str, str] = {}
         self._versions = Versions(tensors, beside)
         self._seen = self._versions.now()
         self._spots: MarkSampler | None = None  # created at the first comparison
@@ -73,10 +79,21 @@ class WatchedTensors:
         """
         self._seen = self._versions.now()
         self._remembered = None
+        self._digests = dict(self._digests_now())
         if step is not None:
             self._spots = self._spots or MarkSampler(self.tensors)
             if self._spots.intact:
                 self._remembered = step, self._spots.take(step)
+
+    def counted(self) -> str | None:
+        """Return the name of a tensor whose version counter has moved, or None."""
+        return self._versions.moved(self._seen)
+
+    def _digests_now(self) -> Iterator[tuple[str, str]]:
+        for name in self._suspects:
+            tensor = self.tensors.get(name)
+            if tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous():
+                yield name, digest(host_bytes(tensor.detach()))
 
     def written(self, ignored: Collection[str] = ()) -> str | None:
         """Return the name of a tensor that was written to, or None.
@@ -85,6 +102,9 @@ class WatchedTensors:
             ignored: names of tensors to ignore.
         """
         found = self._versions.moved(self._seen, ignored)
+        if found is None and self._digests:
+            pairs = ((name, now) for name, now in self._digests_now() if name not in ignored)
+            found = next((name for name, now in pairs if self._digests.get(name, now) != now), None)
         if found is None and self._remembered is not None and self._spots is not None:
             step, values = self._remembered
             found = self._spots.other(step, values) if self._spots.intact else None
@@ -134,6 +154,7 @@ class UntrackedWrites:
         self._step = 0  # under way
         self._sampled_until_step = 0
         self._suspicious = False
+        self._suspects: set[str] = set()
 
     def start(self, survey: Survey | None, step: int) -> None:
         """Accept the current state as that of the log and its bases.
@@ -165,7 +186,7 @@ class UntrackedWrites:
         if torch.compiler.is_compiling():  # the copy of the inputs refuses that
             return None
         some = (self._watched.get(key), self._read)
-        written = (watched.written() for watched in some if watched is not None)
+        written = (self._written(watched) for watched in some if watched is not None)
         return self._report(next((name for name in written if name), None), step)
 
     def applied(self, key: str) -> None:
@@ -185,7 +206,7 @@ class UntrackedWrites:
         mine = self._writes_of_pattern.get(pattern)
         if read is None or not mine:
             return
-        self._torn_reason = self._report(read.written(mine), self._step) or self._torn_reason
+        self._torn_reason = self._report(self._written(read, mine), self._step) or self._torn_reason
         read.settle(self._sampled_step)
 
     def at_mark(self, survey: Survey, step: int) -> str | None:
@@ -194,7 +215,7 @@ class UntrackedWrites:
         self._torn_reason = None
         self._sampled = None
         self._step = step + 1
-        found = next((name for w in self._watched.values() if (name := w.written())), None)
+        found = next((name for w in self._watched.values() if (name := self._written(w))), None)
         self._follow(survey)
         if found is not None or self._sampled_step is not None:
             self.accept()
@@ -241,6 +262,14 @@ class UntrackedWrites:
         self._warn(error.message, step)
         return True
 
+    def _written(self, watched: WatchedTensors, ignored: Collection[str] = ()) -> str | None:
+        """Return the name of a written tensor, or None; watch it completely if no counter
+        has moved."""
+        name = watched.written(ignored)
+        if name is not None and self.follows_base and watched.counted() is None:
+            self._suspects.add(name)
+        return name
+
     def _report(self, name: str | None, step: int) -> str | None:
         if name is None or not self.follows_base:
             return None
@@ -279,7 +308,7 @@ class UntrackedWrites:
             old = before.get(key)
             if old is None or not old.watches(now):
                 others = (tensor for name, tensor in tensors.items() if name not in now)
-                old = WatchedTensors(now, map(local_tensor, others))
+                old = WatchedTensors(now, map(local_tensor, others), self._suspects)
             watched[key] = old
         if watched != before:
             all_of = (one.tensors for one in watched.values())
@@ -305,7 +334,7 @@ class UntrackedWrites:
         elif self._read is None or not self._read.watches(read):
             beside = (name for name, owner in of.items() if owner.read in ("", "part"))
             others = (tensors[name] for name in beside if of[name].kind != "replayed")
-            self._read = WatchedTensors(read, map(local_tensor, others))
+            self._read = WatchedTensors(read, map(local_tensor, others), self._suspects)
             self._writes_of_pattern = self._declared_writes(shape, tensors, read)
 
     def _hidden_reads(

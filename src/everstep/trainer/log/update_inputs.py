@@ -171,17 +171,6 @@ class InputReader:
         collects from."""
         return self._last_inputs(key, only).members
 
-    def expect(self, key: str, only: frozenset[str]) -> None:
-        """Lay out a record of these gradients before they exist, assuming they are like their
-        parameters.
-
-        Arguments as for :meth:`look`, which compares the assumption with the gradients."""
-        if not self._groupings:
-            self.regroup()
-        named = {name: p for name, p in self._last_inputs(key, only).members if p.requires_grad}
-        if not any(is_dtensor(parameter) for parameter in named.values()):
-            self._layouts.of(named)
-
     def look(self, key: str, only: frozenset[str] | None = None) -> UpdateInputs:
         """Collect the inputs of the next update of the optimizer ``key``, whose groups are
         unchanged.

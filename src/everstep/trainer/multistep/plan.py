@@ -5,12 +5,11 @@ are replayed, by one optimizer, and its optimizer state consists of tensors. Eve
 (buffers, random generators, tensors shared by two optimizers, averages) is captured at the last
 step mark only.
 
-Planning a partition takes the training thread as long as several steps of a base: copies of each
-part, places in memory, layouts of the gradients of each step. So it is done after a step in which
-nothing is captured, with the measurements so far; when the base begins, only changes since then are
-planned again. Where a device copies, the memory of the gradients is pinned after that step, too
-(:mod:`everstep.capture.lanes.pinned`), which may take longer than until the next base is due; as
-long as it does, bases are planned for the memory that is ready."""
+A base is cut after a step in which nothing is captured, with the measurements so far; when it
+begins, only changes since then are planned again. Where a device copies, the memory of the
+gradients is pinned after that step, too (:mod:`everstep.capture.lanes.pinned`), which may take
+longer than until the next base is due; as long as it does, bases are planned for the memory that is
+ready."""
 
 from __future__ import annotations
 
@@ -160,14 +159,6 @@ class WindowPlan:
             known = self._planned[names] = self._plan(names, selected, tensors)
         known.seen = tensors
         return known.copies
-
-    def plan_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Plan everything a base needs."""
-        parts = self.parts[: len(self.parts) - 1]
-        for part in parts:
-            self.owned(part.entries, tensors)
-        self.copies(self.last(len(parts)).entries, tensors)
-        self.copies(self.captured(len(parts)), tensors)
 
     def owned(
         self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]
@@ -323,13 +314,13 @@ class WindowPlanner:
         state: state to capture.
         lane: lane whose memory is pinned ahead.
         partitioner: chooses the parts.
-        consumption: collects gradients; their layouts are made ahead, too.
+        consumption: knows the parameter groups.
         explicit: the user set the number of parts, which then does not depend on pinned memory.
 
     Attributes:
         plan: last plan made for the current keeper.
         timed: done when a base of one step has measured the link; None before it.
-        is_ahead: True if everything is planned and nothing has happened since.
+        is_ahead: True if the next base is planned and nothing has happened since.
     """
 
     def __init__(
@@ -441,17 +432,6 @@ class WindowPlanner:
         *,
         waits: bool,
     ) -> None:
-        """Plan a base that would begin now, completely; arguments as for :meth:`next`."""
-        self.digest_of(prepared.shape)
-        plan = self.next(prepared, tensors, pool, waits=waits, ahead=True)
+        """Cut the next base into parts, and prepare its memory; arguments as for :meth:`next`."""
+        self.next(prepared, tensors, pool, waits=waits, ahead=True)
         self.is_ahead = True
-        prepared.marked_batches(tensors)
-        if len(plan.parts) <= 1:
-            prepared.copies(tensors)
-            return
-        plan.plan_all(tensors)
-        captured: dict[str, frozenset[str]] = {}
-        for part in plan.parts[:-1]:
-            for key, names in part.parameters.items():
-                captured[key] = captured.get(key, frozenset()) | names
-                self._consumption.expect(key, captured[key])

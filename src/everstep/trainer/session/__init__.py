@@ -9,7 +9,7 @@ Runs in the training process. Read in this order:
 - ``guards``: checks before a call does anything; ``calls``: one call at a time.
 - ``start``: takes over a run, by a resume or a fresh start.
 - ``state_watch``: position; tracks updates, and whether the live state is that of a step mark.
-- ``cadence``: decides when a base is due; ``interval_vote``: one interval for all ranks.
+- ``cadence``: decides when a base is due, and on one interval for all ranks.
 - ``step_consensus``: collective decisions of all ranks at a step boundary.
 - ``replica_bases``: requests bases from the keeper's replica.
 - ``preemption``: a last base when the job is going to be killed.

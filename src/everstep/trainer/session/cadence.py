@@ -40,7 +40,6 @@ from everstep.trainer.budget.disk import (
 from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.participant import Mark, Participant, RestoredState
-from everstep.trainer.session.interval_vote import HYSTERESIS, IntervalProposal, agree_on_interval
 
 __all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "Cadence"]
 
@@ -56,6 +55,68 @@ REPLAY_SHARE = 0.1
 _REVIEW_STEPS = 64  # between two reviews of the choices
 # Weight, in failures, of an MTBF that the user has given: observed failures do not change it.
 _CERTAIN = 1e6
+
+
+TOLERANCE = 0.25
+"""Relative difference up to which the current interval is kept.
+
+The waste is flat around its minimum, so a change of the interval would gain almost nothing.
+"""
+
+HYSTERESIS = 0.1
+"""Relative margin between a limit that is exceeded and the value that is allowed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalProposal:
+    """Base interval that one rank proposes according to its measurements, or that all agree on.
+
+    Attributes:
+        steps: number of steps between two bases.
+        why: reason, for the message.
+        least: minimum number of steps that the write budget allows.
+        most: maximum number of steps that the log has space for; None if there is no limit.
+        full: name of the space that limits ``most``.
+    """
+
+    steps: int
+    why: str
+    least: int
+    most: int | None
+    full: str
+
+    def keeps(self, current: int | None) -> bool:
+        """Return True if the ``current`` interval is within the limits and close enough."""
+        if current is None or current == self.steps:
+            return current is not None
+        within = current >= self.least and (self.most is None or current <= self.most)
+        return within and abs(current - self.steps) <= TOLERANCE * current
+
+
+def agree_on_interval(proposals: Sequence[IntervalProposal]) -> IntervalProposal:
+    """Return the interval for all ranks.
+
+    It is the longest proposed interval, moved into the limits of all ranks. If the limits
+    contradict each other, ``most`` wins: without a base, steps would be lost.
+
+    Args:
+        proposals: one for each rank, in the order of ranks.
+    """
+    rank = max(range(len(proposals)), key=lambda rank: proposals[rank].steps)
+    steps = proposals[rank].steps
+    why = proposals[rank].why
+    least = max(proposal.least for proposal in proposals)
+    limits = [(proposal.most, proposal.full) for proposal in proposals if proposal.most is not None]
+    most, full = min(limits) if limits else (None, "")
+    if len(proposals) > 1:
+        why = f"according to rank {rank}, {why}"
+    if steps < least:
+        steps = round(least * (1 + HYSTERESIS))
+        why = "the write budget allows no shorter interval"
+    if most is not None and steps > most:
+        steps = most
+        why = f"{full} has space for no more"
+    return IntervalProposal(steps, why, least, most, full)
 
 
 @dataclass(slots=True)

@@ -5,37 +5,50 @@ Everything is computed before the run folder is opened, so that a refused start 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
-from everstep.config.options import Options
+from rich.filesize import decimal
+
+from everstep.config.options import History, Options
+from everstep.keeper.log.disk_space import folder_bytes
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.stderr import print_line
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.survey.survey import Shape
 from everstep.state.training_state import State
-from everstep.trainer.budget.disk import Bounds, bounds_of, check_disk_budget, log_step_bytes
+from everstep.tiers.durable_files import storage_errors
+from everstep.tiers.options import TierOptions
+from everstep.trainer.budget.disk import (
+    Bounds,
+    bounds_of,
+    budget_in_words,
+    check_disk_budget,
+    log_step_bytes,
+)
 from everstep.trainer.budget.first_update import shape_after_first_update
 from everstep.trainer.budget.host_memory import (
     MemoryPlan,
     base_memory_bytes,
+    bases_in_flight_max,
     gradients_of,
+    mark_entries,
     mark_memory_bytes,
     peer_log_bytes,
     plan_memory,
 )
 from everstep.trainer.budget.log_limits import LogLimits
-from everstep.trainer.budget.startup_notice import (
-    copies_notice,
-    disk_notice,
-    marks_notice,
-    startup_notice,
-)
 from everstep.trainer.checks.keeper_replay import why_inexact
 from everstep.trainer.job.peer_nodes import memory_notice, peer_notice
 from everstep.trainer.job.place import RunPlace
 from everstep.trainer.log.residuals import residual_bytes
 
 __all__ = ["Footprint", "print_footprint"]
+
+_MARKED_MIN_BYTES = 1 << 20
+_PLAIN_SHARE = 10  # of gradients; less plain data is not worth a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +164,10 @@ def print_footprint(
     ranks = state.ranks
     run = place.run
     name = str(run) if ranks.world == 1 else f"{run}: rank {ranks.rank} of {ranks.world}"
-    print_line(
-        startup_notice(
-            options,
-            name,
-            footprint.shape.size_bytes,
-            footprint.memory.host_bytes,
-            footprint.gradients,
-            disk_bytes=footprint.bounds.disk_bytes,
-            memory_bytes=footprint.state_bytes,
-            plain_bytes=sum(footprint.shape.objects_bytes.values()),
-            residual_bytes=footprint.residual_bytes,
-            static_bytes=footprint.static_bytes,
-            is_all=footprint.is_complete,
-            parks=ranks.world == 1 and not options.method.in_memory,
-        )
-    )
+    parks = ranks.world == 1 and not options.method.in_memory
+    print_line(_first_notice(footprint, options, name, parks=parks))
     filesystem = place.seams.filesystem
-    if on_disk := disk_notice(filesystem, run, options, footprint.bounds, limits, ranks):
+    if on_disk := _disk_notice(filesystem, run, options, footprint.bounds, limits, ranks):
         print_line(f"everstep: {name}: {on_disk}")
     for notice in _further_notices(footprint, options, place, state, in_process=in_process):
         print_line(f"everstep: {name}: {notice}")
@@ -180,10 +179,10 @@ def _further_notices(
     """Yield the lines of the start about the log, copies, peers, and the method's restrictions."""
     ranks = state.ranks
     in_memory = options.method.in_memory
-    if options.logs and (marked := marks_notice(footprint.shape, footprint.recorded_bytes)):
+    if options.logs and (marked := _marks_notice(footprint.shape, footprint.recorded_bytes)):
         yield marked
     if place.tiers:
-        yield copies_notice(footprint.bounds, place.tiers, ranks.world, footprint.recorded_bytes)
+        yield _copies_notice(footprint.bounds, place.tiers, ranks.world)
     if in_memory:
         yield memory_notice(ranks, options.method.disk_every, footprint.memory.own_bytes)
     if place.peers is not None and ranks.nodes:
@@ -201,3 +200,127 @@ def _further_notices(
     computes = options.is_multistep and not options.leaves_bases_fuzzy
     if (options.has_replica or computes) and (why := why_inexact(state)):
         yield why
+
+
+def _disk_notice(
+    filesystem: FileSystem,
+    run: PurePath,
+    options: Options,
+    bounds: Bounds,
+    limits: LogLimits,
+    ranks: RankInfo,
+) -> str | None:
+    """Return the line about the disk budget; None if there is nothing to report.
+
+    Raises:
+        StorageError: The run folder cannot be read.
+    """
+    budget_bytes = options.budget.disk_bytes
+    if budget_bytes is None:
+        return None
+    notices = []
+    if limits.disk_bytes is not None and limits.interval_bytes is not None:
+        notices.append(
+            f"the log on disk may take {decimal(limits.interval_bytes)} between two bases; then a "
+            "base is taken early"
+        )
+    with storage_errors("look at the run", run):
+        present_bytes = sum(folder_bytes(filesystem, run, ranks.rank, ranks.world))
+    if present_bytes + bounds.base_bytes > budget_bytes:
+        notices.append(
+            f"the run folder already has {decimal(present_bytes)}: with the first base it exceeds "
+            "Budget(disk_bytes=); bases beyond keep= are deleted after it"
+        )
+    return "; ".join(notices) or None
+
+
+def _first_notice(footprint: Footprint, options: Options, name: str, *, parks: bool) -> str:
+    """Return the first line: the chosen method, and the memory and disk space it will take.
+
+    Args:
+        name: name of the run, and of the rank if there are several.
+        parks: True if captures between bases are kept, too (with a capture of every step).
+    """
+    parameters, gradient_bytes = footprint.gradients
+    shape = footprint.shape
+    state_bytes = shape.size_bytes
+    plain_bytes = sum(shape.objects_bytes.values())
+    when = options.every.in_words
+    state = decimal(state_bytes)
+    if parameters:
+        each = state_bytes / parameters
+        shown = f"{each:.0f}" if each >= 1000 else f"{each:.3g}"
+        state += f"{'' if footprint.is_complete else ' at the start'} ({shown} bytes per parameter)"
+    log = "compressed gradients"
+    if options.method.log == "dense":
+        log = f"{decimal(gradient_bytes)} of gradients"
+    if footprint.residual_bytes:
+        log += f" and {decimal(footprint.residual_bytes)} of residuals"
+    if plain_bytes > gradient_bytes // _PLAIN_SHARE:
+        log += f" and {decimal(plain_bytes)} of plain data"
+    host = "a few chunks"
+    if options.method.base != "sync":
+        host = f"{decimal(state_bytes)} per base in flight"
+        if options.method.base != "checkfreq":  # there it is one
+            most = bases_in_flight_max(options, footprint.state_bytes)
+            host += "" if most is None else f", {most} at most"
+        if options.is_scheduled and parks:
+            when = f"a capture every step, durable {when}"
+            host = f"{decimal(2 * state_bytes)}, {decimal(3 * state_bytes)} while a base is written"
+        if options.logs:
+            both = "a base and its replica" if options.has_replica else "two bases"
+            host = f"{decimal(2 * state_bytes)} for {both} and {log} for each step since"
+        if options.is_multistep:
+            host += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
+        host += f" (budget {decimal(footprint.memory.host_bytes)})"
+    written = f"{decimal(state_bytes - footprint.static_bytes)} per base"
+    if footprint.static_bytes:
+        written += f", {decimal(footprint.static_bytes)} of static entries once"
+    if options.leaves_bases_fuzzy:
+        written += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
+    if options.log_on_disk:
+        batch = "batch_steps=auto" if options.batch_auto else str(options.log.batch_first)
+        written += f", {log} per step, in segments of {batch}"
+    disk = decimal(footprint.bounds.disk_bytes)
+    if options.budget.disk_bytes is not None:
+        of = " for bases, the log has the rest of" if options.log_on_disk else " of"
+        disk += f"{of} a budget of {decimal(options.budget.disk_bytes)}"
+    elif options.log_on_disk:
+        disk += " and the log"
+        if History.parse(options.log.history).is_more:
+            disk += f" with its bases (history={options.log.history!r})"
+    return (
+        f"everstep: {name}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
+        f"host memory {host}; disk up to {disk}, written "
+        f"{written} ({budget_in_words(options)})"
+    )
+
+
+def _marks_notice(shape: Shape, recorded_bytes: int) -> str | None:
+    """Return the line for a log whose step marks contain large entries; None for small ones.
+
+    This happens with models that are mostly frozen.
+
+    Args:
+        recorded_bytes: bytes recorded in each step: gradients and residuals.
+    """
+    held = mark_entries(shape)
+    size_bytes = sum(entry.size_bytes for entry in held)
+    if size_bytes < max(_MARKED_MIN_BYTES, recorded_bytes):
+        return None
+    largest = max(held, key=lambda entry: entry.size_bytes)
+    return (
+        f"each step of the log also contains {decimal(size_bytes)} that no optimizer updates "
+        f'({largest.name!r} is the largest): use static=["name/*"] for entries that never change, '
+        'declared={"name/*": function} for entries that a function of the program updates'
+    )
+
+
+def _copies_notice(bounds: Bounds, places: Sequence[TierOptions], world: int) -> str:
+    """Return the line about copies: how many are kept at each place, and their size."""
+    notices = [
+        f"{place.where}: keep {place.keep}, up to {decimal(size_bytes)}"
+        for place, (_, size_bytes) in zip(places, bounds.copies, strict=True)
+    ]
+    of = "" if world == 1 else " of this rank"
+    return f"copies{of} in {'; in '.join(notices)}"
