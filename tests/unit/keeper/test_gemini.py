@@ -42,10 +42,9 @@ from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import Seen
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.testing import inspect
-from everstep.tiers.options import PeerOptions
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.budget.host_memory import own_budget_bytes
-from everstep.trainer.job.peer_nodes import memory_notice, node_names, peer_notice
+from everstep.trainer.job.peer_nodes import memory_notice, node_names
 from tests.support.ranks.peering import RUN, BodyOfBytes, Ring, copy_of, piece, record_of
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)
@@ -137,9 +136,6 @@ def test_bases_that_are_in_memory_only_are_sent_as_fast_as_it_goes() -> None:
         pace.durable(20.0)
         assert pace.rate_of(1000) == wanted
     assert Pace(5.0, at_once=True).rate_of(1000) == 5.0
-    info = RankInfo(1, 2, nodes=("a", "b"))
-    line = peer_notice(PeerOptions(), info, 1000, at_once=True)
-    assert "as fast as possible" in line
 
 
 def test_one_node_is_no_error_where_peers_were_not_asked_for() -> None:

@@ -17,7 +17,6 @@ from everstep.link.log_records import RECORD_BYTES
 from everstep.link.pool import Block
 from everstep.seams import Seams
 from everstep.state.ranks.rank_info import RankInfo
-from everstep.tiers.options import PeerOptions
 from everstep.trainer.budget.host_memory import peer_log_bytes
 from everstep.trainer.budget.log_limits import log_dropped_early
 from everstep.trainer.job.peer_nodes import peer_notice
@@ -163,11 +162,10 @@ def test_two_bases_of_each_rank_have_room_first(held: int, room: int) -> None:
 
 def test_the_bound_of_logs_is_printed() -> None:
     info = RankInfo(0, 2, nodes=("m", "n"))
-    line = peer_notice(PeerOptions(), info, 4_000_000, 1_000_000)
+    line = peer_notice(info, 4_000_000, 1_000_000)
     assert "bases and log of rank 0" in line
     assert "1.0 MB of it for their logs" in line
-    assert "without space for their logs" in peer_notice(PeerOptions(), info, 4_000_000, 0)
-    assert "log" not in peer_notice(PeerOptions(), info, 4_000_000)
+    assert "log" not in peer_notice(info, 4_000_000)
 
 
 @pytest.mark.parametrize(("at_peers", "drops_at"), [(False, [1, 2, 3]), (True, [3])])

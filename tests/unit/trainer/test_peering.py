@@ -142,12 +142,12 @@ def test_who_holds_nothing_keeps_its_memory() -> None:
 
 def test_the_ring_is_printed_and_emulation_is_named() -> None:
     info = RankInfo(0, 4, nodes=("m", "m", "n", "n"))
-    line = peer_notice(PeerOptions(bytes_per_s=2e9), info, 4_000_000)
-    for part in ("rank 0", "rank 2's keeper", "2 nodes", "2.0 GB a second", "4.0 MB", "of rank 2"):
+    line = peer_notice(info, 4_000_000)
+    for part in ("rank 0", "rank 2's keeper", "2 nodes", "4.0 MB", "of rank 2"):
         assert part in line
     assert "EMULATED" not in line
     names = tuple("emulated " + name for name in info.nodes)
-    assert "EMULATED" in peer_notice(PeerOptions(), RankInfo(0, 4, nodes=names), 1)
+    assert "EMULATED" in peer_notice(RankInfo(0, 4, nodes=names), 1)
 
 
 def test_a_seat_knows_its_peer_and_whose_peer_it_is() -> None:

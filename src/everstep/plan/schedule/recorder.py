@@ -7,7 +7,6 @@ references to storages. It costs tens of microseconds per operator, so it serves
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,8 +40,6 @@ _COLLECTIVE_WRITES = (
 )
 _COLLECTIVE_READS = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_")
 
-_FRAMES_MAX = 60
-
 
 @dataclass(slots=True)
 class _Seen:
@@ -61,7 +58,7 @@ class Recorder(TorchDispatchMode):
     """Recorder of one step.
 
     Args:
-        model: the model, for the names of its modules and its device.
+        model: the model, for its device.
         timed: measure each operator by itself (not on the meta device).
 
     Attributes:
@@ -76,7 +73,6 @@ class Recorder(TorchDispatchMode):
         self.device = torch.device("cpu") if first is None else first.device
         self.dry = self.device.type == "meta" or isinstance(first, FakeTensor)
         self.entered = ""
-        self._modules: dict[int, str] = {id(module): name for name, module in model.named_modules()}
         self._timed = timed and not self.dry
         self._phase: Phase = "forward"
         self._live: dict[int, _Seen] = {}
@@ -196,7 +192,6 @@ class Recorder(TorchDispatchMode):
             results[0].dtype if results else torch.float32,
             seconds,
             tuple(tuple(x.shape) for x in (*inputs, *outputs)),
-            self._module(),
         )
         steps.operators.append(operator)
 
@@ -221,7 +216,7 @@ class Recorder(TorchDispatchMode):
         sent = int(_sent(name, ranks) * sum(map(_bytes, written or tensors)))
         dtype = tensors[0].dtype if tensors else torch.float32
         shapes = tuple(tuple(x.shape) for x in tensors)
-        operator = Operator(name, self._phase, 0, 0, dtype, seconds, shapes, "", sent)
+        operator = Operator(name, self._phase, 0, 0, dtype, seconds, shapes, sent)
         steps.operators.append(operator)
 
     def _wait_for(self, tensors: Iterable[Tensor]) -> None:
@@ -238,7 +233,7 @@ class Recorder(TorchDispatchMode):
                     other.reduced = None
             zero = 0.0 if self._timed else None
             steps.operators.append(
-                Operator(WAIT, self._phase, 0, 0, tensor.dtype, zero, (), "", 0, number)
+                Operator(WAIT, self._phase, 0, 0, tensor.dtype, zero, (), 0, number)
             )
 
     def _note(self, tensor: Tensor, kind: Kind, name: str, *, begin: int) -> None:
@@ -269,21 +264,6 @@ class Recorder(TorchDispatchMode):
         seen = self._live[address_of(tensor)].traced
         if seen.begin < number and seen.first_write is None:
             seen.first_write = number
-
-    def _module(self) -> str:
-        """Return the name of the module whose forward runs; "" outside any forward."""
-        if self._phase != "forward":
-            return ""
-        frame = sys._getframe(2)
-        for _ in range(_FRAMES_MAX):
-            if frame.f_code.co_name == "forward":
-                name: str | None = self._modules.get(id(frame.f_locals.get("self")))
-                if name is not None:
-                    return name
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-        return ""
 
     def _now_s(self) -> float:
         if not self._timed:

@@ -35,7 +35,6 @@ class Operator:
         dtype: dtype of its result.
         seconds: measured duration; None on the meta device.
         shapes: shapes of its inputs and outputs.
-        module: module in whose forward it runs, if known.
         sent_bytes: of a collective, bytes that each rank sends. It runs beside the operators that
             follow.
         waits_for: number of the collective whose end it waits for.
@@ -48,14 +47,12 @@ class Operator:
     dtype: torch.dtype
     seconds: float | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
-    module: str = ""
     sent_bytes: int | None = None
     waits_for: int | None = None
 
     def __str__(self) -> str:
         shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in self.shapes)
-        where = f", in {self.module!r}" if self.module else ""
-        return f"{self.name} of {shapes or 'nothing'} ({self.phase}{where})"
+        return f"{self.name} of {shapes or 'nothing'} ({self.phase})"
 
 
 @dataclass(slots=True)

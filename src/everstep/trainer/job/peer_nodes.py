@@ -102,39 +102,26 @@ def refuse_peer_without_ranks(peers: PeerOptions | None) -> None:
         )
 
 
-def peer_notice(
-    peers: PeerOptions,
-    info: RankInfo,
-    bound_bytes: int,
-    log_bytes: int | None = None,
-    *,
-    at_once: bool = False,
-) -> str:
+def peer_notice(info: RankInfo, bound_bytes: int, log_bytes: int | None = None) -> str:
     """Return the line about copies in the memory of other nodes.
 
     Args:
         bound_bytes: memory here for copies of other ranks.
         log_bytes: share of it for their logs; None if no logs are sent.
-        at_once: True if bases live in memory only, and are sent as fast as possible.
     """
     emulated = all(node.startswith(_EMULATED) for node in info.nodes)
     peer = peer_of(info.nodes, info.rank)
     assert peer is not None
     sources = ", ".join(map(str, peer_sources(info))) or "no rank"
-    pace = "as fast as possible" if at_once else "in four fifths of the interval"
-    if peers.bytes_per_s is not None:
-        pace = f"at {decimal(round(peers.bytes_per_s))} a second at most"
     label = ", EMULATED on fewer machines" if emulated else ""
     data = "bases"
     of_which = ""
-    if log_bytes:
+    if log_bytes is not None:
         data = "bases and log"
         of_which = f" ({decimal(log_bytes)} of it for their logs)"
-    elif log_bytes is not None:
-        of_which = ", without space for their logs"
     return (
         f"{data} of rank {info.rank} are sent to the memory of rank {peer}'s keeper, on the next "
-        f"of {len(nodes_of(info.nodes))} nodes{label}, {pace}; up to {decimal(bound_bytes)} here "
+        f"of {len(nodes_of(info.nodes))} nodes{label}; up to {decimal(bound_bytes)} here "
         f"for copies of rank {sources}{of_which}"
     )
 

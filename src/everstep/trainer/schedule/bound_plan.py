@@ -28,9 +28,6 @@ __all__ = [
 _SLOT_BYTES = 512
 _MISSES_MAX = 4
 
-PlannedTimes = tuple[tuple[tuple[float, float], ...], ...]
-"""Start and end of each batch of each unit, in seconds after the step mark."""
-
 
 class CopySource(NamedTuple):
     """Copy that is made in one piece unless the plan cuts it."""
@@ -58,7 +55,6 @@ class BoundPlan:
         plan: the plan; None while the first steps are observed.
         keys: sequence of events of the steps it is for.
         updates: index of the event at which each optimizer, by key, updates first.
-        planned_s: planned start and end of each batch of each unit, in seconds after the step mark.
         duplicates: device memory of duplicated tensors (Checkflow's snapshots).
         issuing_events: indices of the events at which units are issued.
         misses: latest consecutive steps that did not wait as predicted.
@@ -69,7 +65,6 @@ class BoundPlan:
     plan: StepPlan | None = None
     keys: tuple[int, ...] = ()
     updates: Mapping[str, int] = field(default_factory=dict)
-    planned_s: PlannedTimes = ()
     duplicates: Duplicates = field(default_factory=lambda: Duplicates({}))
     issuing_events: frozenset[int] = frozenset()
     misses: list[Observed] = field(default_factory=list)
@@ -102,27 +97,22 @@ def all_at_mark(sources: Sequence[CopySource], updates: Mapping[str, int]) -> tu
 
 def plan_units(
     plan: StepPlan, sources: Sequence[CopySource]
-) -> tuple[tuple[Unit, ...], tuple[tuple[tuple[float, float], ...], ...], dict[torch.device, int]]:
-    """Return the copies of a plan, the planned times of their batches, and the sizes of
-    duplicates."""
-    groups: list[tuple[tuple[int, str, bool], list[tuple[Batch, tuple[float, float]]]]] = []
+) -> tuple[tuple[Unit, ...], dict[torch.device, int]]:
+    """Return the copies of a plan, and the sizes of duplicates."""
+    groups: list[tuple[tuple[int, str, bool], list[Batch]]] = []
     for departure in plan.departures:
         source = sources[departure.chunk.item]
         key = departure.event, source.owner, departure.duplicated
         if not groups or groups[-1][0] != key:
             groups.append((key, []))
-        batch = _cut(source.batch, departure.chunk.begin, departure.chunk.end)
-        groups[-1][1].append((batch, (departure.start_s, departure.end_s)))
+        groups[-1][1].append(_cut(source.batch, departure.chunk.begin, departure.chunk.end))
     sizes: dict[torch.device, int] = {}
     units = []
-    planned_s = []
     for (event, owner, duplicated), found in groups:
-        found.sort(key=lambda pair: pair[0].begin)
-        batches = tuple(batch for batch, _ in found)
+        batches = tuple(sorted(found, key=lambda batch: batch.begin))
         slots = tuple(_slot(batch, sizes) for batch in batches) if duplicated else ()
         units.append(Unit(event, owner, batches, slots))
-        planned_s.append(tuple(times for _, times in found))
-    return tuple(units), tuple(planned_s), sizes
+    return tuple(units), sizes
 
 
 def _slot(batch: Batch, sizes: dict[torch.device, int]) -> int:

@@ -39,12 +39,7 @@ from everstep.trainer.schedule.bound_plan import (
     copy_sources,
     plan_units,
 )
-from everstep.trainer.schedule.stats import (
-    ExecutedCapture,
-    ScheduleStats,
-    link_bandwidth,
-    tensor_times,
-)
+from everstep.trainer.schedule.stats import ScheduleStats, link_bandwidth
 
 __all__ = ["Scheduler"]
 
@@ -106,7 +101,6 @@ class _Measured:
         followed_steps: number of steps that did.
         links: bandwidths of the latest captures, in bytes per second.
         waited_s: waits of the latest steps under the same plan.
-        executed: newest complete capture.
     """
 
     captures: int = 0
@@ -116,19 +110,11 @@ class _Measured:
     followed_steps: int = 0
     links: deque[float] = field(default_factory=lambda: deque(maxlen=_LINK_SAMPLES))
     waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WAITS))
-    executed: ExecutedCapture | None = None
 
     @property
     def link_bytes_per_s(self) -> float | None:
         """Return the bandwidth; None before the first complete capture."""
         return statistics.median(self.links) if self.links else None
-
-
-class _PlannedDispatch(Dispatch):
-    """Dispatch of the copies of one capture, with its plan and layout."""
-
-    bound_plan: BoundPlan
-    prepared: PreparedBase
 
 
 class Scheduler:
@@ -189,11 +175,7 @@ class Scheduler:
         """
         self._follow(prepared, tensors)
         bound_plan = self._bound_plan
-        dispatch = _PlannedDispatch(
-            self._lane, block, bound_plan.units, bound_plan.duplicates, over
-        )
-        dispatch.bound_plan = bound_plan
-        dispatch.prepared = prepared
+        dispatch = Dispatch(self._lane, block, bound_plan.units, bound_plan.duplicates, over)
         self._dispatch = dispatch
         self.open = [*(older for older in self.open if not older.complete), dispatch]
         self._measured.captures += 1
@@ -223,14 +205,9 @@ class Scheduler:
 
     def complete(self, dispatch: Dispatch, step: int) -> None:
         """Note that a capture is complete and the keeper was notified; in the lane's thread."""
-        assert isinstance(dispatch, _PlannedDispatch)
-        measured = self._measured
-        measured.executed = executed = ExecutedCapture.of(
-            dispatch, dispatch.bound_plan, dispatch.prepared
-        )
-        if (link := link_bandwidth(executed)) is not None:
-            measured.links.append(link)
-        measured.held_step = step
+        if (link := link_bandwidth(dispatch)) is not None:
+            self._measured.links.append(link)
+        self._measured.held_step = step
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -242,7 +219,6 @@ class Scheduler:
         """Return the current statistics."""
         plan = self._bound_plan.plan
         measured = self._measured
-        executed = measured.executed
         duplicates = sum(p.duplicates.size_bytes for p in self._programs.plans.values())
         return ScheduleStats(
             captures=measured.captures,
@@ -256,7 +232,6 @@ class Scheduler:
             predicted_wait_s=None if plan is None else plan.wait_s,
             waited_s=tuple(measured.waited_s),
             duplicated_bytes=duplicates,
-            tensors={} if executed is None else tensor_times(executed),
         )
 
     # --- What the events bring ----------------------------------------------------------
@@ -327,7 +302,7 @@ class Scheduler:
         duplicates = Duplicates({})
         speed = float("inf")
         if plan.duplicated_bytes:
-            units, _, sizes = plan_units(plan, self._sources)
+            units, sizes = plan_units(plan, self._sources)
             found = allocate_duplicates(sizes)
             if found is None:
                 why = f"{why}; the device has no memory for duplicates".removeprefix("; ")
@@ -335,11 +310,11 @@ class Scheduler:
             else:
                 duplicates, speed = found
                 plan = plan_departures(seconds, leaving, link, duplicate_bytes_per_s=speed)
-        units, planned_s, _ = plan_units(plan, self._sources)
+        units, _ = plan_units(plan, self._sources)
         self._measured.plans += 1
         issuing_events = frozenset(unit.event for unit in units if unit.event)
         self._programs.add(
-            BoundPlan(units, plan, last.keys, last.updates, planned_s, duplicates, issuing_events)
+            BoundPlan(units, plan, last.keys, last.updates, duplicates, issuing_events)
         )
         self._announce(plan, why)
 
@@ -377,7 +352,7 @@ class Scheduler:
         self._tensors = tensors
         for bound_plan in self._programs.plans.values() if same else ():
             assert bound_plan.plan is not None
-            bound_plan.units, bound_plan.planned_s, _ = plan_units(bound_plan.plan, self._sources)
+            bound_plan.units, _ = plan_units(bound_plan.plan, self._sources)
         if not same or self._bound_plan.plan is None:
             updates = self._bound_plan.updates
             self._programs = _Programs()

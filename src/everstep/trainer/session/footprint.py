@@ -186,13 +186,7 @@ def _further_notices(
     if in_memory:
         yield memory_notice(ranks, options.method.disk_every, footprint.memory.own_bytes)
     if place.peers is not None and ranks.nodes:
-        yield peer_notice(
-            place.peers,
-            ranks,
-            footprint.memory.peer_bytes,
-            footprint.peer_log_bytes,
-            at_once=in_memory,
-        )
+        yield peer_notice(ranks, footprint.memory.peer_bytes, footprint.peer_log_bytes)
     alone = ranks.world == 1
     if options.is_scheduled and not in_memory and not (alone and in_process):
         where = "without a keeper process" if alone else "with several ranks"
