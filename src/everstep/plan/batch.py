@@ -19,9 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from everstep.errors import OptionError
-from everstep.plan.costs import is_number
-
 __all__ = ["LONGEST_S", "PRICE_SHARE", "BatchEstimator", "least_batch", "weighted_median"]
 
 PRICE_SHARE = 0.1
@@ -100,14 +97,9 @@ class BatchEstimator:
 
     Attributes:
         steps: steps of the next segment.
-
-    Raises:
-        OptionError: unless ``1 <= first <= most``.
     """
 
     def __init__(self, first: int, most: int, bytes_max: int | None = None) -> None:
-        if not 1 <= first <= most:
-            raise OptionError(f"no batch: {first} steps at first, at most {most}")
         self.steps = first
         self._most = most
         self._bytes_max = bytes_max
@@ -118,7 +110,7 @@ class BatchEstimator:
 
     def observe_step(self, step_s: float) -> None:
         """Add the duration of a training step, including its waits."""
-        self._step_s.append(_seconds("step_s", step_s))
+        self._step_s.append(max(_LEAST_S, step_s))
 
     def observe_write(self, steps: int, size_bytes: int, price_s: float, work_s: float) -> None:
         """Add a durable segment.
@@ -128,13 +120,9 @@ class BatchEstimator:
             price_s: seconds for everything but its bytes.
             work_s: seconds for digesting and writing its bytes.
         """
-        if steps < 1 or size_bytes < 1:
-            raise OptionError(f"no batch: {steps} steps in {size_bytes} bytes")
-        price_s = _seconds("price_s", price_s)
-        work_s = _seconds("work_s", work_s)
-        self._price_s.append(price_s)
+        self._price_s.append(max(_LEAST_S, price_s))
         self._step_bytes.append(size_bytes / steps)
-        self._bytes_per_s.append(size_bytes / work_s)
+        self._bytes_per_s.append(size_bytes / max(_LEAST_S, work_s))
 
     def choose(self) -> int:
         """Evaluate the costs again; return the steps of the next segment."""
@@ -161,10 +149,3 @@ class BatchEstimator:
         if not low <= self.steps <= high:
             self.steps = least(PRICE_SHARE)
         return self.steps
-
-
-def _seconds(name: str, value: float) -> float:
-    """Return a duration as a float, at least ``_LEAST_S``, as it is used as a divisor."""
-    if not is_number(value) or value < 0:
-        raise OptionError(f"{name} must be seconds, not {value!r}")
-    return max(_LEAST_S, float(value))

@@ -20,9 +20,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from everstep.errors import OptionError
 from everstep.plan.batch import weighted_median
-from everstep.plan.costs import Costs, is_number, waste
+from everstep.plan.costs import Costs, waste
 from everstep.plan.interval import Choice, best_choice, interval_steps_min, without_log
 
 __all__ = ["Estimator", "FailurePrior"]
@@ -47,19 +46,10 @@ class FailurePrior:
     Attributes:
         failures: shape of the distribution: the weight of the prior in failures.
         seconds: its rate: seconds of training in which these would have occurred.
-
-    Raises:
-        OptionError: a value is not greater than 0.
     """
 
     failures: float = 1.0
     seconds: float = 86_400.0
-
-    def __post_init__(self) -> None:
-        for name in ("failures", "seconds"):
-            value = getattr(self, name)
-            if not is_number(value) or value <= 0:
-                raise OptionError(f"FailurePrior.{name} must be more than 0, not {value!r}")
 
 
 class Estimator:
@@ -98,8 +88,7 @@ class Estimator:
 
     def observe_step(self, step_s: float) -> None:
         """Add the duration of a training step, without time added by a save."""
-        usual = type(step_s) is float and 0 < step_s < math.inf  # at each step: few calls
-        self._series["step_s"].append(step_s if usual else _positive("step_s", step_s))
+        self._series["step_s"].append(step_s)
 
     def observe_base(self, size_bytes: float, write_s: float, cost_s: float | None = None) -> None:
         """Add a base of ``size_bytes`` that became durable in ``write_s`` seconds.
@@ -107,21 +96,19 @@ class Estimator:
         Args:
             cost_s: seconds of training that it cost; None: unknown, its whole write counts.
         """
-        rate = _positive("size_bytes", size_bytes) / _positive("write_s", write_s)
         if cost_s is not None:
             # Never quite nothing: the interval would have no lower end.
-            self._add("base_cost_s", max(_at_least_0("cost_s", cost_s), _SECONDS_LEAST))
-        self._add("write_bytes_per_s", rate)
+            self._series["base_cost_s"].append(max(cost_s, _SECONDS_LEAST))
+        self._series["write_bytes_per_s"].append(size_bytes / write_s)
         self._state_bytes = float(size_bytes)
 
     def observe_load(self, size_bytes: float, load_s: float) -> None:
         """Add a base of ``size_bytes`` that was loaded in ``load_s`` seconds."""
-        rate = _positive("size_bytes", size_bytes) / _positive("load_s", load_s)
-        self._add("load_bytes_per_s", rate)
+        self._series["load_bytes_per_s"].append(size_bytes / load_s)
 
     def observe_replay(self, steps: int, replay_s: float) -> None:
         """Add a replay of ``steps`` steps from the log in ``replay_s`` seconds, including reads."""
-        self._add("replay_s", _positive("replay_s", replay_s) / _positive("steps", steps))
+        self._series["replay_s"].append(replay_s / steps)
 
     def observe_failure(self, at_s: float) -> None:
         """Add a failure after ``at_s`` seconds of training."""
@@ -133,7 +120,7 @@ class Estimator:
 
         An earlier time changes nothing: after a failure, steps are trained again.
         """
-        passed_s = _at_least_0("at_s", at_s) - self._trained_s
+        passed_s = at_s - self._trained_s
         if passed_s <= 0:
             return
         self._trained_s += passed_s
@@ -212,20 +199,5 @@ class Estimator:
         self._held = chosen.interval_steps
         return chosen
 
-    def _add(self, name: str, value: float) -> None:
-        self._series[name].append(_positive(name, value))
-
     def _median(self, name: str) -> float | None:
         return weighted_median(self._series[name], _HALF_LIFE)
-
-
-def _positive(name: str, value: float) -> float:
-    if not is_number(value) or value <= 0:
-        raise OptionError(f"{name} must be more than 0, not {value!r}")
-    return float(value)
-
-
-def _at_least_0(name: str, value: float) -> float:
-    if not is_number(value) or value < 0:
-        raise OptionError(f"{name} must not be negative, nor {value!r}")
-    return float(value)

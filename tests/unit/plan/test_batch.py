@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.errors import OptionError
 from everstep.plan import batch
 from everstep.plan.batch import LONGEST_S, PRICE_SHARE, BatchEstimator, least_batch, weighted_median
 
@@ -145,31 +143,6 @@ def test_a_disk_that_does_not_carry_the_bytes_gets_the_longest_batch() -> None:
 
 def test_a_clock_that_stands_still_is_no_error() -> None:
     assert fed(BatchEstimator(10, 100), (0.0, 0.0, 0.0)).steps == 10
-
-
-@pytest.mark.parametrize(
-    ("what", "arguments"),
-    [
-        ("observe_step", (-1.0,)),
-        ("observe_step", (math.nan,)),
-        ("observe_write", (0, 10, 1.0, 1.0)),
-        ("observe_write", (1, 0, 1.0, 1.0)),
-        ("observe_write", (1, 10, math.inf, 1.0)),
-        ("observe_write", (1, 10, 1.0, -1.0)),
-    ],
-)
-def test_samples_that_are_none(what: str, arguments: tuple[Any, ...]) -> None:
-    estimator = BatchEstimator(10, 100)
-    for _ in range(5):
-        with pytest.raises(OptionError):
-            getattr(estimator, what)(*arguments)
-    assert fed(estimator, (0.01, 0.1, 1.0)).steps == 1, "nothing of them is remembered"
-
-
-@pytest.mark.parametrize(("first", "most"), [(0, 5), (6, 5)])
-def test_batches_that_are_none(first: int, most: int) -> None:
-    with pytest.raises(OptionError, match="no batch"):
-        BatchEstimator(first, most)
 
 
 def test_a_median_of_nothing_is_none() -> None:

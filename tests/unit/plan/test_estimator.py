@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.errors import InfeasibleError, OptionError
+from everstep.errors import InfeasibleError
 from everstep.plan.costs import Costs, waste
 from everstep.plan.estimator import Estimator, FailurePrior
 from everstep.plan.interval import Choice, best_choice, interval_steps_min
@@ -216,22 +215,3 @@ def test_infeasible_measurements_are_said_and_change_nothing() -> None:
     fed(estimator, rounds=64)
     after = recommended(estimator)
     assert after.interval_steps == before.interval_steps
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, True, "1"])
-def test_samples_and_priors_that_are_none(wrong: Any) -> None:
-    estimator = Estimator()
-    for observe in (
-        lambda: estimator.observe_step(wrong),
-        lambda: estimator.observe_base(wrong, 1.0),
-        lambda: estimator.observe_base(1e9, wrong),
-        lambda: estimator.observe_load(1e9, wrong),
-        lambda: estimator.observe_replay(wrong, 1.0),
-        lambda: estimator.observe_replay(1, wrong),
-        lambda: estimator.observe_base(1e9, 1.0, -1.0),
-        lambda: estimator.observe_failure(-1.0),
-        lambda: FailurePrior(failures=wrong),
-        lambda: FailurePrior(seconds=wrong),
-    ):
-        with pytest.raises(OptionError):
-            observe()
