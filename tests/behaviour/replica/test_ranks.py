@@ -336,8 +336,7 @@ def test_training_waits_where_two_bases_are_asked_for(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=on)
         thread.start()
-        waits = [inspect(one.ckpt).replica for one in ranks]
-        until(lambda: all(w is not None and w.step is not None for w in waits), "replicas")
+        until(lambda: all(one.ckpt.stats().replica_step is not None for one in ranks), "replicas")
         assert not there.wait(0.2)
         gate.open()
         thread.join(TIMEOUT_S)
