@@ -10,6 +10,7 @@ the audit process, and in the keeper's replica. Read in this order:
 ``job_state``      ``JobState``: the states of all ranks of a job, replayed together; one rank is a
                    job of one
 ``complete``       bring the parts of a multi-step base to the step of the base
+``job_plan``       which tensors of a job's base are loaded for which of its ranks
 ``rank_files``     read one rank's files of a base
 ``load``           read a base of one or several ranks
 ``rebuild``        ``Rebuilder``: the state of any logged step, also with some updates left out

@@ -6,8 +6,7 @@ The files of one rank at a time are in host memory, besides the restored state.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -16,8 +15,14 @@ from everstep.format.records import TimelineRecord
 from everstep.replay.engine import ONE_THREAD, ReplayOptions
 from everstep.restore.load.load import Reads
 from everstep.restore.load.pieces import Fill, PieceReads, fills_by_file
-from everstep.restore.load.saved_ranks import Piece, SavedRanks, View
-from everstep.restore.offline.job_state import JobState, RankReplay, Sharing, TensorKey, tensor_key
+from everstep.restore.load.saved_ranks import Piece, SavedRanks
+from everstep.restore.offline.job_plan import (
+    RankPlan,
+    diverged_parameters,
+    objects_of_rank,
+    plan_rank,
+)
+from everstep.restore.offline.job_state import JobState, RankReplay, Sharing, TensorKey
 from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.rank_files import (
     complete_rank_files,
@@ -25,18 +30,12 @@ from everstep.restore.offline.rank_files import (
     require_memory,
 )
 from everstep.restore.offline.state import OfflineState
-from everstep.restore.redo.owned import owned_entries, parameter_names
-from everstep.restore.redo.zero_objects import is_partitioned, merged_object
 from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound
 from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
-from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX
-from everstep.state.layout.placement import Box, Placement, box_on_mesh
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import PARTITIONED
-from everstep.state.values.objects import decode
+from everstep.state.layout.placement import Box
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 
 __all__ = ["load_job"]
@@ -96,7 +95,7 @@ def _load_ranks(
 ) -> JobState:
     saved = SavedRanks(opened)
     owners: dict[TensorKey, int] = {}
-    plans = [_plan_rank(saved, rank, owners) for rank in saved.ranks]
+    plans = [plan_rank(saved, rank, owners) for rank in saved.ranks]
     # Before anything is allocated: an overcommitted machine would kill a process instead.
     require_memory(opened[0], sum(plan.size_bytes for plan in plans))
     tensors = {
@@ -126,7 +125,7 @@ def _load_ranks(
     diverged: list[str] = []
     for one, plan in zip(opened, plans, strict=True):
         ranks[plan.rank] = _rank_replay(saved, one, plan, tensors[plan.rank], options)
-        diverged += _diverged_parameters(saved, plan, ranks[plan.rank].unmerged)
+        diverged += diverged_parameters(saved, plan, ranks[plan.rank].unmerged)
     exact = all(one.marker.exact for one in opened)
     marker = replace(opened[0].marker, exact=exact)
     return JobState(marker, ranks, Sharing(saved, owners, diverged), doubt)
@@ -135,14 +134,14 @@ def _load_ranks(
 def _rank_replay(
     saved: SavedRanks,
     opened: OpenBase,
-    plan: _RankPlan,
+    plan: RankPlan,
     tensors: dict[str, torch.Tensor],
     options: ReplayOptions,
 ) -> RankReplay:
     entries = [place.entry for place in opened.placed()]
     written = {e.name: e for e in entries if not e.name.startswith(OBJECT_PREFIX)}
     aliases = {k: v for _, _, header, _ in opened.shards for k, v in header.aliases.items()}
-    objects, unmerged = _objects_of_rank(saved, plan)
+    objects, unmerged = objects_of_rank(saved, plan)
     state = OfflineState(
         # Each rank replays its log to the tensors that it held, as the only rank would.
         replace(opened.marker, rank=0, world=1),
@@ -167,111 +166,3 @@ def _read_files(
         if number not in done:
             pieces = PieceReads(shard[2], wanted.get(number, ()))
             reads.body(shard, sink=pieces.sink, on_entry=pieces.entry_done)
-
-
-@dataclass(slots=True, eq=False)
-class _RankPlan:
-    """Entries to load for one rank.
-
-    Attributes:
-        rank: rank that saved them.
-        view: object trees and pieces of the rank.
-        entries: entries that the rank held, by name, with the pieces of the files that hold them.
-        aliases: other names by which its objects refer to these.
-        mine: names of the entries to load for it.
-        computes: its log is replayed.
-    """
-
-    rank: int
-    view: View
-    entries: dict[str, tuple[Entry, Sequence[Piece]]]
-    aliases: dict[str, str]
-    mine: list[str]
-    computes: bool
-
-    def name_of(self, name: str) -> str:
-        """Return the name of an entry in this rank's own files and log."""
-        return self.aliases.get(name, name)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(self.entries[name][0].size_bytes for name in self.mine)
-
-
-def _plan_rank(saved: SavedRanks, rank: int, owners: dict[TensorKey, int]) -> _RankPlan:
-    """Plan the load of a rank: everything that it held if that includes optimizer state that no
-    earlier rank held; otherwise only what no earlier rank held.
-
-    Args:
-        saved: headers of the base.
-        rank: rank to plan for.
-        owners: rank that each tensor is loaded for; extended.
-    """
-    view = saved.view_of_all(rank)
-    named = {name: _held(pieces, rank) for name, pieces in view.pieces.items()}
-    held = {entry.name: (entry, pieces) for entry, pieces in named.values()}
-    aliases = {name: entry.name for name, (entry, _) in named.items() if name != entry.name}
-    new = [name for name, (entry, _) in held.items() if tensor_key(entry) not in owners]
-    owners.update({tensor_key(held[name][0]): rank for name in new})
-    plan = _RankPlan(rank, view, held, aliases, new, False)
-    owned = owned_entries(view.trees, plan.name_of)
-    if not owned.isdisjoint(new):
-        plan.mine = list(held)
-        plan.computes = True
-    return plan
-
-
-def _held(pieces: Sequence[Piece], rank: int) -> tuple[Entry, Sequence[Piece]]:
-    """Return the shard of a tensor that a rank held, under the name that the ranks sharing it
-    use."""
-    first = pieces[0]
-    shape = first.entry.global_shape
-    placement = first.placement
-    box = Box((0,) * len(shape), shape)
-    if placement.cuts:
-        box = box_on_mesh(shape, placement.mesh, placement.coordinate(rank), placement.cuts)
-    there = next((piece.entry for piece in pieces if piece.box == box), None)
-    if there is None:
-        there = replace(first.entry, shape=box.shape, global_offset=box.offset, stride=None)
-    return there, pieces
-
-
-def _objects_of_rank(
-    saved: SavedRanks, plan: _RankPlan
-) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Return a rank's objects by entry name, merged where each rank had a share of one (ZeRO); and
-    the unmerged ones."""
-    found: dict[str, bytes] = {}
-    parts: dict[str, bytes] = {}
-    for section, data in saved.objects_of(plan.rank).items():
-        name = OBJECT_PREFIX + section
-        tree = plan.view.trees[section]
-        if is_partitioned(decode(data)):  # the merged objects are equal on all ranks
-            parts[name] = data
-            data = merged_object(tree, tree["state"], section)
-        found[name] = data
-    return found, parts
-
-
-def _diverged_parameters(
-    saved: SavedRanks, plan: _RankPlan, parts: Mapping[str, bytes]
-) -> list[str]:
-    """Return parameters of which the ranks of an optimizer had different copies, although each is
-    updated on one rank only and sent to the others."""
-    found: list[str] = []
-    named = parameter_names(plan.view.trees, plan.name_of)
-    for data in parts.values():
-        tree: Any = decode(data)
-        ranks = Placement.parse(tree[PARTITIONED]).ranks
-        among = set(saved.ranks if ranks is None else ranks)
-        for parameter in (p for group in OptimizerProvider.groups_of(tree) or () for p in group):
-            pieces = [
-                piece
-                for entry in named.get(parameter, ())
-                for piece in saved.all_pieces(entry)
-                if piece.entry.name == entry
-                and (piece.placement.ranks is None or among.intersection(piece.placement.ranks))
-            ]
-            if len({piece.digest for piece in pieces}) > 1:
-                found.append(parameter)
-    return found

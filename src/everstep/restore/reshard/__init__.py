@@ -5,5 +5,6 @@ Runs in the training process. Read in this order:
 
 ``logs``       logs of the old ranks, shared out among the ranks of this job for reading
 ``gradients``  this rank's slices of the gradients of the old ranks
+``marks``      step marks of the old ranks, restored as a base of theirs would be
 ``replay``     replay of the steps
 """
