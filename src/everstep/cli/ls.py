@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = [
     "STATUS_WORDS",
     "Choice",
-    "file_problems",
     "look",
     "ls",
 ]
@@ -112,23 +111,6 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
         reason = f"{had}: it would fail, unless a keeper has one in memory"
         return Choice(None, skipped, reason, had)
     return Choice(None, skipped, "there is no base: it would start afresh")
-
-
-def file_problems(base: BaseFound) -> list[str]:
-    """Return contradictions between the files in the directory and the base's records."""
-    if base.manifest is None:
-        return []
-    there = {file.name: file.size_bytes for file in base.files if file.kind == "file"}
-    problems = []
-    for marker in base.manifest.markers:
-        for record in marker.files:
-            if record.name not in there:
-                problems.append(f"{record.name} is missing")
-            elif there[record.name] != record.length:
-                problems.append(
-                    f"{record.name} has {there[record.name]} bytes, not {record.length}"
-                )
-    return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +266,8 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
     if base.status in ("condemned", "incomplete"):  # the status says it all
         return []
     notes = [base.problem] if base.problem else []
-    notes += file_problems(base)
+    if (missing := base.missing_file) is not None:
+        notes.append(f"{missing} is missing, or has another length")
     if not notes and base.id in choice.skipped:
         notes = [choice.skipped[base.id]]
     if base.audit is not None and base.audit.verdict == "different":

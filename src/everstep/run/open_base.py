@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -33,7 +33,6 @@ __all__ = [
     "Opened",
     "RedoRecords",
     "check_identity",
-    "check_redo_file",
     "is_redo_file",
     "open_ranks",
     "read_redo_file",
@@ -58,27 +57,6 @@ def is_redo_file(header: ShardHeader) -> bool:
     return any(place.entry.name == LOG_OBJECT for place in header.placed)
 
 
-def check_redo_file(
-    file: ReadFile, header: ShardHeader, path: PurePath, marker: Marker, lsns: Iterable[int]
-) -> tuple[RecordHead, ...]:
-    """Check that a redo file lists every update that some entry of the base lacks. Reads no
-    tensors.
-
-    Args:
-        lsns: LSNs of all entries of the base.
-
-    Returns:
-        Heads of its records.
-
-    Raises:
-        DamageError, FormatError: the redo file is damaged or incomplete.
-        OSError: it cannot be read.
-    """
-    heads = read_heads(file, header, path)
-    _check_heads(heads, path, marker, min(lsns, default=marker.lsn))
-    return heads
-
-
 def read_redo_file(
     file: ReadFile,
     record: FileRecord,
@@ -90,7 +68,7 @@ def read_redo_file(
     timeout_s: float,
     progress: ProgressSink,
 ) -> RedoRecords:
-    """Read the records of a redo file, checked by :func:`check_redo_file`, and verify every byte.
+    """Read the records of the redo file of an open base, and verify every byte.
 
     Raises:
         DamageError, FormatError: with the path.
@@ -183,7 +161,8 @@ class OpenBase:
         lsns = {place.entry.lsn for place in self.placed()}
         if self.redo is not None:
             file, _, header, path = self.redo
-            self.heads = check_redo_file(file, header, path, self.marker, lsns)
+            self.heads = read_heads(file, header, path)
+            _check_heads(self.heads, path, self.marker, min(lsns, default=self.marker.lsn))
         elif lsns - {self.marker.lsn}:
             raise FormatError(
                 f"{self.shards[0][3]}: has entries of other updates than {self.marker.lsn}, "

@@ -147,7 +147,7 @@ def test_ls_passes_over_what_resume_would_pass_over(run: Path) -> None:
     assert not found["ok"]
     assert found["resume"] == {"timeline": 1, "step": 4}
     newest = found["bases"][-1]
-    assert "rank-00000.safetensors has 5000 bytes" in newest["problems"][0]
+    assert "rank-00000.safetensors is missing, or has another length" in newest["problems"][0]
     shown = invoke("ls", run)
     assert (shown.exit_code, "see below" in shown.stdout) == (ExitCode.DIFFERENT, True)
     assert "passed over step 6" in invoke("inspect", run).stdout
