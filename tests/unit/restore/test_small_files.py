@@ -12,7 +12,6 @@ from everstep.commit.job.offers import Offer
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.restore.fetch import rank_copies
 from everstep.restore.fetch.rank_copies import Copies, SmallFiles
 from everstep.seams import PosixFileSystem
 from everstep.tiers.memory import MemoryTier
@@ -82,32 +81,3 @@ def test_each_look_at_copies_after_the_first_reads_what_is_new(
     copies.forget()
     assert look() == [1, 2]
     assert opened == ["run.json", first, second], "what was let go of is read anew"
-
-
-@pytest.mark.parametrize("written", ["by the first rank", "by nobody", "by another job"])
-def test_ranks_do_not_create_the_same_object_at_the_same_moment(
-    monkeypatch: pytest.MonkeyPatch, written: str
-) -> None:
-    """A store makes all of them wait then. Who finds nothing for a while writes it all the same."""
-    tier, created, looks = MemoryTier(), list[str](), [0]
-    record = TimelineRecord("a" * 32, 2, None, 0, True, 2, {}, 1.0)
-    other = TimelineRecord("a" * 32, 2, None, 0, True, 3, {}, 2.0)
-    own = MemoryTier.create
-
-    def noting(self: MemoryTier, name: str, data: bytes) -> bool:
-        created.append(name)
-        return own(self, name, data)
-
-    def meanwhile(seconds: float) -> None:
-        looks[0] += 1
-        by = {"by the first rank": record, "by another job": other}.get(written)
-        if looks[0] == 3 and by is not None:
-            own(tier, "timeline-00002/timeline.json", by.encode())
-
-    monkeypatch.setattr(MemoryTier, "create", noting)
-    monkeypatch.setattr(rank_copies.time, "sleep", meanwhile)  # type: ignore[attr-defined]
-    copies = Copies([tier], PurePath("/run"))
-    assert copies.open_timeline(record, leads=False) == (written != "by another job")
-    assert looks[0] == (20 if written == "by nobody" else 3)
-    assert created == ([] if written == "by the first rank" else ["timeline-00002/timeline.json"])
-    assert copies.open_timeline(record) == (written != "by another job"), "the first one's way"

@@ -27,7 +27,6 @@ from everstep.format.names import (
     DELETING,
     MANIFEST,
     RUN_RECORD,
-    TEMPORARY_SUFFIX,
     TIMELINE_RECORD,
     timeline_dir,
 )
@@ -36,11 +35,11 @@ from everstep.format.records import TimelineRecord
 from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 from everstep.tiers.contract import Tier
-from everstep.tiers.durable_files import temporary
+from everstep.tiers.durable_files import write_durably
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.streams import read_record
 
-__all__ = ["RunWithCopies", "parallel_reads", "switch_to_copy"]
+__all__ = ["RunWithCopies", "parallel_reads", "switch_to_copy", "write_manifest"]
 
 _EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
 _MARKS = {CONDEMNED, DELETING}
@@ -66,7 +65,6 @@ class RunWithCopies:
         self.tiers = sorted(tiers, key=lambda tier: tier.traits.cost)
         self._copies = [TierFileSystem(tier, run) for tier in self.tiers]
         self._read_from: dict[PurePath, Tier] = {}
-        self._staged: dict[PurePath, _Staged] = {}
         self._distrusted: set[PurePath] = set()
 
     def source_of(self, directory: PurePath) -> str | None:
@@ -180,28 +178,23 @@ class RunWithCopies:
         self.local.link(source, target)
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
-        try:
-            return self.local.create(path, direct=direct)
-        except FileNotFoundError:
-            target = path.with_name(path.name.removesuffix(TEMPORARY_SUFFIX))
-            if target.name != MANIFEST or path != temporary(target) or not self._inside(path):
-                raise
-        self._staged[path] = _Staged()
-        return self._staged[path]
+        return self.local.create(path, direct=direct)
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        staged = self._staged.pop(source, None)
         if source.name == CONDEMNED and self._inside(source):
             self._lift(source, target)
-            return
-        if staged is None:
+        else:
             self.local.rename(source, target)
+
+    def put_manifest(self, path: PurePath, data: bytes) -> None:
+        """Commit a base that has all markers: on the disk, or in the copies that hold it."""
+        try:
+            write_durably(self.local, path, data)
             return
-        name = self._name(target)
+        except FileNotFoundError:  # the disk does not have the base
+            name = self._name(path)
         for tier, copy in zip(self.tiers, self._copies, strict=True):
-            if not copy.scan(target.parent):
-                continue  # the tier does not hold this base
-            if not tier.create(name, bytes(staged.data)):
+            if copy.scan(path.parent) and not tier.create(name, data):
                 raise StorageError(
                     f"{tier.url}/{name} does not match the markers beside it",
                     tier=tier.traits.kind,
@@ -255,26 +248,15 @@ def switch_to_copy(filesystem: FileSystem, directory: PurePath) -> bool:
     return isinstance(filesystem, RunWithCopies) and filesystem.distrust(directory)
 
 
+def write_manifest(filesystem: FileSystem, path: PurePath, data: bytes) -> None:
+    """Commit a base that has all markers, where its files are."""
+    if isinstance(filesystem, RunWithCopies):
+        filesystem.put_manifest(path, data)
+    else:
+        write_durably(filesystem, path, data)
+
+
 def parallel_reads(filesystem: FileSystem) -> int:
     """Return how many small files to read in parallel: more than one if each read waits for a
     network."""
     return _PARALLEL_READS if isinstance(filesystem, RunWithCopies) else 1
-
-
-class _Staged:
-    """Small file that becomes an object when it is renamed."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: memoryview, offset: int) -> None:
-        self.data[offset : offset + data.nbytes] = data
-
-    def reserve(self, size_bytes: int) -> None: ...
-
-    def truncate(self, size_bytes: int) -> None:
-        del self.data[size_bytes:]
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -40,6 +40,11 @@ class HeldBase:
     def id(self) -> BaseId:
         return BaseId(self.marker.timeline, self.marker.step)
 
+    @classmethod
+    def of_copy(cls, marker: Marker, memory: memoryview) -> HeldBase:
+        """Wrap the files of a copy, which are stored one after the other in ``memory``."""
+        return cls(marker, files_over(marker, memory), durable=False)
+
     def open(self) -> OpenBase:
         """Open the base for reading.
 
@@ -103,9 +108,6 @@ class KeeperContents:
     @property
     def newest(self) -> HeldBase | None:
         """Newest base for a process that trains alone, including bases that live in memory only."""
-        copies = [
-            HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
-            for copy in self.copies
-        ]
+        copies = [HeldBase.of_copy(copy.marker, copy.memory) for copy in self.copies]
         bases = [*copies, *([] if self.base is None else [self.base])]
         return max(bases, key=lambda base: base.id, default=None)

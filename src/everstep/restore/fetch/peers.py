@@ -27,7 +27,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.message_codec import Count, Decoder, Stored, encode
 from everstep.format.records import Marker, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.peer_copy import PeerCopy, check_files, files_over
+from everstep.restore.fetch.peer_copy import PeerCopy, check_files
 from everstep.restore.fetch.peer_log import FetchedLog, PackedSteps, PeerLog, unpack_steps
 from everstep.restore.fetch.peer_plan import (
     CopyOffer,
@@ -81,8 +81,7 @@ class FetchedBase:
     @classmethod
     def of_own(cls, copy: PeerCopy) -> FetchedBase:
         """Wrap a copy in the memory of this rank's own keeper."""
-        held = HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
-        return cls(held, copy.timeline, "memory")
+        return cls(HeldBase.of_copy(copy.marker, copy.memory), copy.timeline, "memory")
 
     def is_of(self, inventory: Inventory) -> bool:
         """Return True if this disk has the same timeline under that number, or none (I7)."""
@@ -410,7 +409,7 @@ class _Exchange:
             _log.warning("the copy held by rank %d is unusable: %s", one.holder, error)
             self._damaged.append(one)
             return
-        held = HeldBase(one.marker, files_over(one.marker, memory), durable=False)
+        held = HeldBase.of_copy(one.marker, memory)
         self._brought.bases.append(FetchedBase(held, record, disk=one.disk))
 
     def _report(self, *, now: bool = False) -> None:

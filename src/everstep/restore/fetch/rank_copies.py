@@ -8,7 +8,6 @@ read.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -26,7 +25,6 @@ from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import ReadingFileSystem, TierFileSystem
 from everstep.tiers.memory import MemoryFile
-from everstep.tiers.streams import read_record
 
 __all__ = [
     "Copies",
@@ -85,10 +83,6 @@ class SmallFiles(ReadingFileSystem):
             if (kept := self._kept.pop(name, None)) is not None:
                 self._left_bytes += kept.size_bytes
         return found
-
-
-_POLLS = 20
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +221,7 @@ class Copies:
                     place.tier.create(self._name(old.timeline), old.encode())
             self._roll_forward(place.tier, inventory)
 
-    def open_timeline(self, record: TimelineRecord, *, leads: bool = True) -> bool:
+    def open_timeline(self, record: TimelineRecord) -> bool:
         """Open a timeline in every place: from now on older processes write nothing there (I11).
 
         Every rank does so before it opens the timeline on its disk, with the same bytes, and all
@@ -235,9 +229,6 @@ class Copies:
 
         Args:
             record: timeline record.
-            leads: this rank goes first; the others wait a short time for its object before they
-                write it
-                themselves, as stores delay concurrent creation of one object by a second or more.
 
         Returns:
             False if the number was taken in some place.
@@ -249,10 +240,7 @@ class Copies:
         data = record.encode()
         # In one order on all ranks: if the number is taken in a place, no later place, and no disk,
         # gets it.
-        return all(
-            (not leads and _appears(place.tier, name, data)) or place.tier.create(name, data)
-            for place in self.places
-        )
+        return all(place.tier.create(name, data) for place in self.places)
 
     def take_back(self, base: BaseId) -> None:
         """Remove the deletion mark of the chosen base in all places, after the fence (``adr/004``).
@@ -277,17 +265,6 @@ class Copies:
     def _name(self, timeline: int) -> str:
         path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
         return path.relative_to(self._run).as_posix()
-
-
-def _appears(tier: Tier, name: str, data: bytes) -> bool:
-    """Return True if an object exists with these bytes, or appears within a short time."""
-    for _ in range(_POLLS):
-        try:
-            with contextlib.closing(tier.open(name)) as file:
-                return read_record(file, name) == data
-        except FileNotFoundError:
-            time.sleep(_POLL_S)
-    return False
 
 
 @contextlib.contextmanager

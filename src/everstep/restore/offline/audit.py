@@ -30,7 +30,7 @@ from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.offline.job_state import JobState, rank_entry_name
 from everstep.restore.offline.rebuild import Rebuilder, ReplayResult
-from everstep.restore.offline.run_log import RunLog
+from everstep.restore.offline.run_log import RunLog, bases_on
 from everstep.restore.redo.conditions import replay_conditions
 from everstep.run.audits import NAMES_MAX
 from everstep.run.chain import Chain, path_of
@@ -106,13 +106,7 @@ def pairs(rebuilder: Rebuilder) -> list[Pair]:
     found: dict[tuple[BaseId, BaseId], Pair] = {}
     for number in sorted(branches):
         path = path_of(number, log.inventory.timelines)
-        limits = dict(path)
-        there = [
-            key
-            for key in sorted(usable, key=lambda key: (key.step, key.timeline))
-            if key.timeline in limits
-            and ((limit := limits[key.timeline]) is None or key.step <= limit)
-        ]
+        there = sorted(bases_on(path, usable), key=lambda key: (key.step, key.timeline))
         for before, after in pairwise(there):
             if (before, after) in found:
                 continue

@@ -264,9 +264,9 @@ class HostMemory:
         assert isinstance(tree, dict)
         names = {name: self._entry_of(key, name) for group in groups for name in group}
         values = tree["state"]
-        lookup = _Lookup(self.state)
+        named = self._named()
         groups_at_base = [
-            {k: join(v, lookup) for k, v in group.items() if k != "params"}
+            {k: join(v, named) for k, v in group.items() if k != "params"}
             for group in tree["param_groups"]
         ]
         # A rank's files hold only some parameters of an optimizer.
@@ -281,7 +281,7 @@ class HostMemory:
         for name in mine - self.replayed:
             self._restore_strides(name)
         self.replayed |= mine
-        state: Any = join(values, lookup)
+        state: Any = join(values, self._named())
         replayer = Replayer(
             kind,
             [[name for name in group if name in names] for group in groups],
@@ -329,6 +329,12 @@ class HostMemory:
             if there != (entries if name in mine else set()):
                 raise FormatError(f"{key}: another rank writes some of the state of {name!r}")
         return mine, {n: v for n, v in values.items() if n in mine or n not in names}
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by every name, aliases included."""
+        tensors = self.state.tensors
+        others = self.state.aliases.items()
+        return tensors | {name: tensors[entry] for name, entry in others if entry in tensors}
 
     def _entry_of(self, key: str, name: str) -> str:
         """Return the entry that holds a parameter."""
@@ -457,22 +463,6 @@ def _kind_of(update: Update, record: LogRecord) -> type[Optimizer]:
             hint="resume(step=...) in the program that trained it can replay it",
         )
     return kind
-
-
-class _Lookup(Mapping[str, torch.Tensor]):
-    """Tensors by every name, aliases included."""
-
-    def __init__(self, state: OfflineState) -> None:
-        self._state = state
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._state.tensors[self._state.canonical(name)]
-
-    def __iter__(self) -> Any:
-        return iter(self._state.tensors)
-
-    def __len__(self) -> int:
-        return len(self._state.tensors)
 
 
 def _same(one: Any, other: Any) -> bool:

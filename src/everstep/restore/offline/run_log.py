@@ -27,7 +27,7 @@ from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
 from everstep.state.layout.entries import shape_of_all
 
-__all__ = ["Reach", "RunLog", "spans"]
+__all__ = ["Reach", "RunLog", "bases_on", "spans"]
 
 _ATTEMPTS = 8
 _UNKNOWN = "?"  # shape of an unreadable base; matches no log
@@ -233,7 +233,7 @@ class RunLog:
             if (number, step) not in self.index.marks:
                 continue
             path = path_of(number, self.inventory.timelines)
-            before = [key for key in _on(path, usable) if key.step < step]
+            before = [key for key in bases_on(path, usable) if key.step < step]
             if not before:
                 return "no base before it exists any more"
             return self.chain(usable[max(before)], path).stopped
@@ -251,7 +251,7 @@ class RunLog:
         seen: set[tuple[BaseId, tuple[tuple[int, int], ...]]] = set()
         for number in current_first(self.inventory, self.index):
             path = path_of(number, self.inventory.timelines)
-            for key in sorted(_on(path, usable), reverse=True):
+            for key in sorted(bases_on(path, usable), reverse=True):
                 if key.step > step:
                     continue
                 chain = self.chain(usable[key], _until(path, step), look=False)
@@ -280,7 +280,7 @@ class RunLog:
         path = path_of(current_first(inventory, self.index)[0], inventory.timelines)
         usable = {base.id: base for base in inventory.bases if base.is_usable}
         ends: list[Chain] = []
-        for key in _on(path, usable):
+        for key in bases_on(path, usable):
             manifest = usable[key].manifest
             assert manifest is not None
             ends.append(self.index.follow(key, manifest.markers[0].lsn, None, path))
@@ -338,7 +338,7 @@ class RunLog:
             path = path_of(number, self.inventory.timelines)
             after: tuple[BaseFound, Chain] | None = None
             found = []
-            for key in sorted(_on(path, usable), key=lambda key: key.step, reverse=True):
+            for key in sorted(bases_on(path, usable), key=lambda key: key.step, reverse=True):
                 if key not in without:
                     after = usable[key], self._onto(usable[key], path, after)
                     found.append((number, after[1]))
@@ -441,7 +441,8 @@ def _until(path: Sequence[tuple[int, int | None]], step: int) -> list[tuple[int,
     return [(timeline, step if limit is None else min(limit, step)) for timeline, limit in path]
 
 
-def _on(path: Sequence[tuple[int, int | None]], bases: Iterable[BaseId]) -> list[BaseId]:
+def bases_on(path: Sequence[tuple[int, int | None]], bases: Iterable[BaseId]) -> list[BaseId]:
+    """Return the bases along a history."""
     limits = dict(path)
     return [
         base

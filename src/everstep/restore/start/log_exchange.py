@@ -12,9 +12,8 @@ records, marks included, in the same way (``docs/design/ranks.md``).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from everstep.commit.job.messages import ChunkReply, ChunkRequest
 from everstep.commit.lineage import BaseId
@@ -86,27 +85,22 @@ class _PendingStep:
         return self.unreadable or self.incoming.is_complete
 
 
-class EncodedLog(Protocol):
-    """Log records that this rank reads."""
-
-    def encoded(self, rank: int, timeline: int, step: int) -> bytes:
-        """Return the records that ``rank`` wrote for a step, encoded by :func:`encode_records`;
-        b"" if they cannot be read here.
-        """
-        ...
+EncodedLog = Callable[[int, int, int], bytes]
+"""Returns the records that a rank wrote for a step of a timeline (rank, timeline, step), encoded by
+:func:`encode_records`; b"" if they cannot be read here."""
 
 
 class LogExchange:
     """Sends this rank's log records to other ranks, and fetches theirs.
 
     Args:
-        log: log of this rank; None: it has none to send.
+        encoded: log of this rank; None: it has none to send.
     """
 
-    def __init__(self, others: StartChannel, clock: Clock, log: EncodedLog | None) -> None:
+    def __init__(self, others: StartChannel, clock: Clock, encoded: EncodedLog | None) -> None:
         self._others = others
         self._clock = clock
-        self._log = log
+        self._encode = encoded
         # Ranks request the chunks of a step one by one, and several ranks the same step.
         self._cache: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
         self._pending: dict[int, _PendingStep] = {}
@@ -197,7 +191,7 @@ class LogExchange:
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        data = b"" if self._log is None else self._log.encoded(rank, timeline, step)
+        data = b"" if self._encode is None else self._encode(rank, timeline, step)
         self._cache[key] = data
         while len(self._cache) > 1 and sum(map(len, self._cache.values())) > _CACHE_BYTES:
             self._cache.popitem(last=False)

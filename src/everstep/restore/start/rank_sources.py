@@ -175,7 +175,7 @@ class RankSources:
         if leads:
             self._copies.prepare(out.choice)
         unique = f"{self._meeting.session}-{self._meeting.rank}"
-        ours = self._copies.open_timeline(out.record, leads=leads) and open_on_disk(
+        ours = self._copies.open_timeline(out.record) and open_on_disk(
             self._request.seams.filesystem, self._request.run, out.record, out.choice, unique
         )
         # Only after the fence: an older process could delete the base again.

@@ -187,7 +187,7 @@ def resume_all_ranks(
     loader = RankLoader(request)
     sources = RankSources(request, meeting, copies, log, needs)
     others = StartChannel(meeting, clock, request.run, timeout_s=request.timeout_s)
-    exchange = LogExchange(others, clock, log)
+    exchange = LogExchange(others, clock, None if log is None else log.encoded)
     restore = RankRestore(request, sources, loader, log, exchange)
     start = _RankStart(request, meeting, others, exchange, sources, restore)
     try:

@@ -25,7 +25,7 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.names import MANIFEST
 from everstep.format.records import TimelineRecord
-from everstep.restore.fetch.copies import switch_to_copy
+from everstep.restore.fetch.copies import switch_to_copy, write_manifest
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.load.load import LoadedBase, Reads, load_ranks
 from everstep.restore.load.restored import OTHER_STATE, Restored
@@ -42,7 +42,6 @@ from everstep.run.scan import BaseFound, Inventory, scan_base, scan_run
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import progress
 from everstep.seams.stderr import print_line
-from everstep.tiers.durable_files import write_durably
 
 if TYPE_CHECKING:
     from everstep.restore.redo.driver import ReplayDriver
@@ -295,7 +294,7 @@ class OneRankChoice:
         if base.status == "complete":
             assert base.manifest is not None
             with contextlib.suppress(IsADirectoryError):  # a directory of that name is left alone
-                write_durably(self._filesystem, base.path / MANIFEST, base.manifest.encode())
+                write_manifest(self._filesystem, base.path / MANIFEST, base.manifest.encode())
 
     def _finished(
         self, restored: Restored, base: BaseFound, whole: Chain, chain: Chain
