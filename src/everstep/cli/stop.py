@@ -216,7 +216,7 @@ def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
 
     deadline_s = time.monotonic() + timeout_s
     what = f"waiting for {count_of(len(stopping), 'keeper')} to end"
-    with progress(what, len(stopping), "items") as bar:
+    with progress(what, len(stopping)) as bar:
         waiting = list(stopping)
         while waiting:
             left_s = deadline_s - time.monotonic()

@@ -13,7 +13,7 @@ lost. The package is used in the training process and in the keeper process. Rea
 ``fingerprint``  versions and hardware that bit-exact results depend on
 ``gather``       fast reads of scattered elements in host memory
 ``failpoints``   named places at which tests and the demo kill the process
-``stderr``, ``progress``  lines and progress bars on standard error
+``stderr``, ``progress``  lines on standard error
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Progress of work that may take longer than a second.
 
-On a terminal: a rich progress bar. Elsewhere: a line after one second, then every three seconds.
-Both go to standard error; failures to display never interrupt the work.
+A line on standard error after one second, then every three seconds. Failures to display never
+interrupt the work.
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Literal, Protocol, cast
+from typing import Protocol
 
-from everstep.seams.stderr import TolerantStderr, print_line
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from everstep.seams.stderr import print_line
 
 __all__ = ["Counted", "ProgressSink", "progress", "silent"]
 
-_QUIET_S = 0.5
 _LINE_FIRST_S = 1.0
 _LINE_EVERY_S = 3.0
 
@@ -31,11 +27,6 @@ class ProgressSink(Protocol):
         ...
 
 
-class _Silent:
-    def advance(self, amount: int) -> None:
-        pass
-
-
 class Counted:
     """Count progress without displaying it."""
 
@@ -46,56 +37,14 @@ class Counted:
         self.count += amount
 
 
-silent: ProgressSink = _Silent()
+silent: ProgressSink = Counted()
 """Sink for callers that display nothing."""
 
 
-class _Bar:
-    def __init__(self, label: str, total: int, unit: Literal["bytes", "items"]) -> None:
-        self._label = label
-        self._total = total
-        self._unit = unit
-        self._start_s = time.monotonic()
-        self._bar: Progress | None = None
-        self._done = 0
-
-    def advance(self, amount: int) -> None:
-        self._done += amount
-        if self._bar is None and time.monotonic() - self._start_s > _QUIET_S:
-            self._bar = self._draw()
-            self._task = self._bar.add_task(self._label, total=self._total or None)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done)
-
-    def _draw(self) -> Progress:
-        # Imported late: a keeper displays nothing, and should start without rich.
-        from rich import progress as bars
-        from rich.console import Console
-
-        label = bars.TextColumn("{task.description}")
-        bar = bars.BarColumn()
-        columns: list[bars.ProgressColumn] = [label, bar]
-        if self._unit == "bytes":
-            columns += [bars.DownloadColumn(), bars.TransferSpeedColumn()]
-        else:
-            columns += [bars.MofNCompleteColumn()]
-        columns += [bars.TimeRemainingColumn()]
-        # rich's own console would end the process if standard error is a pipe without a reader.
-        shown = Console(file=cast("IO[str]", TolerantStderr()))
-        drawn = bars.Progress(*columns, console=shown, transient=True)
-        drawn.start()
-        return drawn
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
 class _Lines:
-    def __init__(self, label: str, total: int, unit: Literal["bytes", "items"]) -> None:
+    def __init__(self, label: str, total: int) -> None:
         self._label = label
         self._total = total
-        self._unit = unit
         self._start_s = self._last_s = time.monotonic()
         self._done = 0
         self._spoke = False
@@ -119,17 +68,14 @@ class _Lines:
 
 
 @contextmanager
-def progress(
-    label: str, total: int, unit: Literal["bytes", "items"] = "bytes"
-) -> Iterator[ProgressSink]:
+def progress(label: str, total: int) -> Iterator[ProgressSink]:
     """Display the progress of the work in the ``with`` block.
 
     Args:
         label: name of the work, e.g. ``"resume"``.
         total: expected units, bytes or items; 0 if unknown.
-        unit: kind of the units.
     """
-    shown = _Bar(label, total, unit) if TolerantStderr().isatty() else _Lines(label, total, unit)
+    shown = _Lines(label, total)
     try:
         yield shown
     finally:

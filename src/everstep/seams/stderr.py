@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any, cast
+from typing import Any
 
-__all__ = ["TolerantStderr", "print_line", "print_line_to"]
+__all__ = ["print_line", "print_line_to"]
 
 # ValueError: the stream is closed, or its encoding lacks a character.
 _FAILURES = (OSError, ValueError)
@@ -32,33 +32,3 @@ def print_line_to(stream: Any, text: str) -> None:
     if stream is not None:
         with contextlib.suppress(*_FAILURES):
             print(text, file=stream, flush=True)
-
-
-class TolerantStderr:
-    """Standard error as a stream whose operations never raise, for a library that draws on it."""
-
-    def __init__(self) -> None:
-        # A rich progress bar that is already active has replaced sys.stderr by a proxy.
-        self._stream: Any = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
-        self.encoding = getattr(self._stream, "encoding", None) or "utf-8"
-
-    def write(self, text: str, /) -> int:
-        """Write as much of ``text`` as possible and report all of it as written."""
-        with contextlib.suppress(AttributeError, *_FAILURES):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        with contextlib.suppress(AttributeError, *_FAILURES):
-            self._stream.flush()
-
-    def isatty(self) -> bool:
-        """Return True if the stream is an open terminal."""
-        with contextlib.suppress(AttributeError, *_FAILURES):
-            return bool(self._stream.isatty())
-        return False
-
-    def fileno(self) -> int:
-        """Return the descriptor; raises, like any stream, if there is none."""
-        return cast("int", self._stream.fileno())

@@ -18,7 +18,7 @@ from everstep.options import Every
 from everstep.seams import ManualClock
 from everstep.seams import progress as progress_module
 from everstep.seams.progress import progress
-from everstep.seams.stderr import TolerantStderr, print_line, print_line_to
+from everstep.seams.stderr import print_line, print_line_to
 from everstep.trainer.session.cadence import FIRST_STEPS
 from tests.support.world import HookedFileSystem, opened
 
@@ -156,39 +156,11 @@ def trained(run: Path, monkeypatch: pytest.MonkeyPatch, midway: Callable[[], Non
         assert (ckpt.resume().step, state["plain"]["n"]) == (FIRST_STEPS + 2, FIRST_STEPS + 2)
 
 
-# --- Bars -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("from_the_start", [True, False])
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.EIO, "hung up"), BrokenPipeError(errno.EPIPE, "broken"), ValueError("closed")],
-)
-def test_a_bar_on_a_terminal_that_was_hung_up(
-    error: Exception, from_the_start: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """rich would end the process on a broken pipe, and redirect its standard output."""
-    monkeypatch.setattr(progress_module, "_QUIET_S", -1.0)
-    terminal = Lost(error, terminal=True)
-    terminal.works = not from_the_start
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress("save", 2048) as bar:
-        bar.advance(512)
-        terminal.works = False
-        print_line("everstep: a line above the bar")
-        bar.advance(512)
-        with progress("within", 10, "items") as inner:
-            inner.advance(1)
-    assert "save" in terminal.tried
-    assert "above the bar" in terminal.tried
-    assert sys.stderr is terminal
-
-
 @pytest.mark.parametrize("make", [closed, none])
-def test_no_stream_is_no_terminal(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_a_stream(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_module, "_LINE_FIRST_S", -1.0)
     monkeypatch.setattr(sys, "stderr", make())
-    assert not TolerantStderr().isatty()
-    assert TolerantStderr().write("text") == 4
-    TolerantStderr().flush()
     with progress("save", 1) as bar:
         bar.advance(1)

@@ -1,12 +1,9 @@
-"""A bar on a terminal, plain lines elsewhere, both only once there is something to wait for."""
+"""Lines of progress, only once there is something to wait for."""
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +14,6 @@ from everstep.seams import progress as progress_module
 from everstep.seams.progress import progress
 from tests.support.logged import invoke
 from tests.support.world import opened
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 class Time:
@@ -41,7 +33,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return moved
 
 
-def test_plain_lines_elsewhere(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("save", 200) as bar:
         bar.advance(50)
         assert capsys.readouterr().err == "", "work that is over soon is not worth a word"
@@ -54,22 +46,6 @@ def test_plain_lines_elsewhere(time: Time, capsys: pytest.CaptureFixture[str]) -
         bar.advance(50)
     out, err = capsys.readouterr()
     assert (out, err) == ("", "save: 100 %\nsave: ended after 6.2 s\n")
-
-
-@pytest.mark.parametrize(
-    ("unit", "shown"), [("bytes", r"verify .*1\.0/2\.0 kB"), ("items", r"verify .*1024/2048")]
-)
-def test_a_bar_on_a_terminal(
-    unit: Any, shown: str, time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress("verify", 2048, unit) as bar:
-        bar.advance(512)
-        assert terminal.getvalue() == "", "work that is over soon is not worth a word"
-        time.now_s += 1.0
-        bar.advance(512)
-    assert re.search(shown, terminal.getvalue())
 
 
 def test_nothing_to_do_is_no_error(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,15 +77,6 @@ def test_more_than_was_said_is_no_share(time: Time, capsys: pytest.CaptureFixtur
         time.now_s += 3.1
         bar.advance(300)
     assert capsys.readouterr().err.startswith("save: 100 %\n")
-
-
-def test_a_bar_of_nobody_knows_how_much(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress("save", 0) as bar:
-        time.now_s += 1.0
-        bar.advance(1024)
-    assert "1.0/? kB" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ class Rebuilder:
         world = logged.marker.world
         found = self.log.steps(chain, logged.lsn, world, self.ring, self.timeout_s)
         with (
-            progress("replay", len(chain.steps), "items") as bar,
+            progress("replay", len(chain.steps)) as bar,
             Prefetch(found, count=1) as steps,  # as much again as is being replayed: a segment
         ):
             for step in steps:

@@ -165,7 +165,7 @@ def replay_resharded(
     outside = [rank for rank in range(layout.world) if rank not in gradients.needed]
     # At a change of timeline another program continues: all marks on both sides are needed.
     turns = {at for two in pairwise(steps) if two[0][0] != two[1][0] for at in two}
-    with progress("replay", len(steps), "items") as bar:
+    with progress("replay", len(steps)) as bar:
         for at in steps:
             alive()
             marks: dict[int, LogRecord] = {}

@@ -452,7 +452,7 @@ def _apply(
     places = iter(chain.steps)
     with (
         contextlib.closing(found),
-        progress("replay", len(chain.steps), "items") as bar,
+        progress("replay", len(chain.steps)) as bar,
         Prefetch(
             verified_steps(found, log.verified),
             count=STEPS_AT_ONCE,
