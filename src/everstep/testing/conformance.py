@@ -358,17 +358,15 @@ def other_handles_see_it(place: Place) -> None:
     assert read_object(reader, f"{prefix}/shared") == b"shared"
     assert writer.create(f"{prefix}/record", b"record")
     assert reader.create(f"{prefix}/record", b"other") is False
-    if writer.traits.survives:
-        writer.close()
-        assert read_object(place.open(), f"{prefix}/shared") == b"shared"
+    writer.close()
+    assert read_object(place.open(), f"{prefix}/shared") == b"shared"
 
 
 def it_says_what_it_is(place: Place) -> None:
-    """Kind, losses, cost; an address without credentials; it can be read, and reached anew."""
+    """Kind, cost; an address without credentials; it can be read, and reached anew."""
     tier, prefix = _open(place)
     traits = tier.traits
     assert traits.kind, "it has no kind"
-    assert traits.survives <= {"process", "node", "rack"}, traits.survives
     assert traits.cost >= 0
     assert "@" not in tier.url, "its address has a user in it"
     tier.check()

@@ -27,21 +27,18 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from everstep.errors import OptionError
 from everstep.format.names import TEMPORARY_SUFFIX
 from everstep.seams.files.filesystem import ReadFile
 
-__all__ = ["NAME_BYTES_MAX", "PART_BYTES_MAX", "Item", "Loss", "Tier", "Traits", "check_name"]
+__all__ = ["NAME_BYTES_MAX", "PART_BYTES_MAX", "Item", "Tier", "Traits", "check_name"]
 
 NAME_BYTES_MAX = 512
 """Maximum bytes of a name in UTF-8. S3 allows 1024, including the prefix of the run."""
 PART_BYTES_MAX = 200
 """Maximum bytes between slashes. File systems allow 255, including a temporary suffix."""
-
-Loss = Literal["process", "node", "rack"]
-"""Kinds of losses, as in TierCheck section 2.2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +47,12 @@ class Traits:
 
     Attributes:
         kind: ``"memory"``, ``"peer"``, ``"disk"`` or ``"object"``; the ``tier`` of errors.
-        survives: losses that its contents survive.
         cost: order of recovery, cheapest first (TierCheck section 3.3); 0 for this node's memory.
         consistent: True: listings are up to date. False: a listing may be outdated; callers that
             need certainty open the name.
     """
 
     kind: str
-    survives: frozenset[Loss]
     cost: int
     consistent: bool = True
 

@@ -40,7 +40,7 @@ class DiskTier:
         root: the directory. Other files in it are ignored; links are not followed.
     """
 
-    traits = Traits("disk", frozenset({"process"}), 2)
+    traits = Traits("disk", 2)
 
     def __init__(self, filesystem: FileSystem, root: PurePath) -> None:
         self._filesystem = filesystem

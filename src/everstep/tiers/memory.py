@@ -49,7 +49,7 @@ class MemoryFile:
 class MemoryTier:
     """Objects in the memory of this process, for tests."""
 
-    traits = Traits("memory", frozenset(), 0)
+    traits = Traits("memory", 0)
     url = "memory://"
 
     def __init__(self) -> None:

@@ -194,7 +194,7 @@ class ObjectTier:
         self._credentials = credentials
         self._pid = os.getpid()
         self._store = self._connect()
-        self.traits = Traits("object", frozenset({"process", "node", "rack"}), 3)
+        self.traits = Traits("object", 3)
 
     def __repr__(self) -> str:
         return f"ObjectTier({self._url!r})"

@@ -301,9 +301,7 @@ class _TakesAnyName(_Base):
 
 
 class _Alone(_Base):
-    """A new one each time, and says that it survives."""
-
-    traits = Traits("memory", frozenset({"process"}), 0)
+    """A new one each time."""
 
 
 class _ForgetsOnRefresh(_Base):
@@ -312,7 +310,7 @@ class _ForgetsOnRefresh(_Base):
 
 
 class _SaysNothing(_Base):
-    traits = Traits("", frozenset(), 0)
+    traits = Traits("", 0)
 
 
 class _ShowsUsers(_Base):
