@@ -22,7 +22,7 @@ from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.budget.log_limits import LogLimits
 
-__all__ = ["KeeperTerms", "peer_terms"]
+__all__ = ["KeeperTerms"]
 
 
 class KeeperTerms:
@@ -31,8 +31,6 @@ class KeeperTerms:
     Args:
         arena_bytes: maximum host memory for captures. It is allocated when it is used.
         replica_bytes: maximum host memory for a replica.
-        tiers: places that keepers copy bases to.
-        peers: sending to the memory of another node (:func:`peer_terms`); None to send nothing.
 
     Raises:
         OptionError: The method needs a keeper process, which the options or the platform exclude.
@@ -52,8 +50,6 @@ class KeeperTerms:
         arena_bytes: int,
         replica_bytes: int = 0,
         ranks: RankInfo = ONE_RANK,
-        tiers: Sequence[TierOptions] = (),
-        peers: dict[str, Any] | None = None,
     ) -> None:
         self.options = options
         self.seams = seams
@@ -63,8 +59,8 @@ class KeeperTerms:
         self.arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
         self.replica_bytes = replica_bytes
         self.log_limits = LogLimits()
-        self._tiers = [dataclasses.asdict(tier.of_rank(ranks.world)) for tier in tiers]
-        self._peers = peers
+        self._tiers: list[dict[str, Any]] = []
+        self._peers: dict[str, Any] | None = None
         # A keeper process cannot see a simulated file system or clock.
         real = type(seams.filesystem) is PosixFileSystem and type(seams.clock) is SystemClock
         self.may_be_kept = sys.platform == "linux" and real
@@ -74,7 +70,6 @@ class KeeperTerms:
             (options.is_multistep, "base='multistep' needs", "base='lazy'"),
             (options.method.in_memory, "bases that live in memory need", "method='lazy'"),
             (options.has_replica, "apply='replica' needs", "apply='recovery'"),
-            (bool(tiers) or peers is not None, "tiers= needs", "no copies"),
         ):
             if needed and not self.in_process:
                 raise OptionError(
@@ -86,6 +81,45 @@ class KeeperTerms:
     def timeout_s(self) -> float:
         """Seconds without progress after which an operation counts as hung."""
         return self.options.progress_timeout_s
+
+    def copy_to(self, tiers: Sequence[TierOptions]) -> None:
+        """Let keepers copy bases to these places, beginning with the next timeline.
+
+        Raises:
+            OptionError: There is no keeper process to make the copies.
+        """
+        if tiers and not self.in_process:
+            raise OptionError(
+                "tiers= needs a separate keeper process, which makes the copies",
+                hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
+            )
+        self._tiers = [dataclasses.asdict(tier.of_rank(self.ranks.world)) for tier in tiers]
+
+    def send_to_peer(
+        self, bound_bytes: int, peers: PeerOptions, log_bytes: int | None = None
+    ) -> None:
+        """Let keepers send bases and log to the memory of another node from the next one on.
+
+        Args:
+            bound_bytes: memory here for copies of other ranks.
+            log_bytes: share of it for their logs; None if no rank sends its log.
+
+        Raises:
+            OptionError: There is no keeper process to send and hold copies.
+        """
+        if not self.in_process:
+            raise OptionError(
+                'tiers=["peer"] needs a separate keeper process, which outlives training',
+                hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
+            )
+        self._peers = {
+            "bound_bytes": bound_bytes - (log_bytes or 0),
+            "log_bytes": log_bytes or 0,
+            "sends_log": log_bytes is not None,
+            "log": {k: getattr(peers, k) for k in ("log", "log_ratio", "log_int8_below")},
+            "bytes_per_s": peers.bytes_per_s,
+            "holds": self.options.method.in_memory,
+        }
 
     def identity(self, timeline: int) -> ShardIdentity:
         """Return the identity of this rank; each segment adds its step and LSN."""
@@ -123,23 +157,3 @@ class KeeperTerms:
         cores = self.options.keeper.cores
         # Without cores of its own, it shares them with training and with other ranks.
         return len(cores) if cores else max(1, len(available_cores()) // 2 // self.ranks.here)
-
-
-def peer_terms(
-    bound_bytes: int, peers: PeerOptions, log_bytes: int | None, *, holds: bool
-) -> dict[str, Any]:
-    """Return how keepers send bases and log to the memory of another node.
-
-    Args:
-        bound_bytes: memory here for copies of other ranks.
-        log_bytes: share of it for their logs; None if no rank sends its log.
-        holds: bases live in memory.
-    """
-    return {
-        "bound_bytes": bound_bytes - (log_bytes or 0),
-        "log_bytes": log_bytes or 0,
-        "sends_log": log_bytes is not None,
-        "log": {k: getattr(peers, k) for k in ("log", "log_ratio", "log_int8_below")},
-        "bytes_per_s": peers.bytes_per_s,
-        "holds": holds,
-    }

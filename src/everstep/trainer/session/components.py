@@ -20,7 +20,7 @@ from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.attach.terms import KeeperTerms, peer_terms
+from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.budget.disk import Bounds, free_bytes
 from everstep.trainer.budget.host_memory import check_multistep_budget
@@ -125,26 +125,14 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
     participants: list[Participant] = []
-    sent = None
-    if peers is not None or options.method.in_memory:
-        sent = peer_terms(
-            memory.own_bytes + memory.peer_bytes,
-            peers or PeerOptions(),
-            footprint.peer_log_bytes,
-            holds=options.method.in_memory,
-        )
     terms = KeeperTerms(
-        options,
-        seams,
-        run,
-        run_id,
-        memory.arena_bytes,
-        memory.replica_bytes,
-        state.ranks,
-        places,
-        sent,
+        options, seams, run, run_id, memory.arena_bytes, memory.replica_bytes, state.ranks
     )
     keepers = Keepers(terms, channel, ring, participants)
+    if peers is not None or options.method.in_memory:
+        terms.send_to_peer(
+            memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), footprint.peer_log_bytes
+        )
     kind = ScheduledSaver if options.is_scheduled else Saver
     saver = kind(options, run, state, lane, channel, clock, participants)
     source: BaseSource = saver

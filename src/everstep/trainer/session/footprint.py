@@ -235,46 +235,17 @@ def _first_notice(footprint: Footprint, options: Options, name: str, *, parks: b
         name: name of the run, and of the rank if there are several.
         parks: True if captures between bases are kept, too (with a capture of every step).
     """
-    parameters, gradient_bytes = footprint.gradients
-    shape = footprint.shape
-    state_bytes = shape.size_bytes
-    plain_bytes = sum(shape.objects_bytes.values())
-    when = options.every.in_words
+    parameters = footprint.gradients[0]
+    state_bytes = footprint.shape.size_bytes
     state = decimal(state_bytes)
     if parameters:
         each = state_bytes / parameters
         shown = f"{each:.0f}" if each >= 1000 else f"{each:.3g}"
-        state += f"{'' if footprint.is_complete else ' at the start'} ({shown} bytes per parameter)"
-    log = "compressed gradients"
-    if options.method.log == "dense":
-        log = f"{decimal(gradient_bytes)} of gradients"
-    if footprint.residual_bytes:
-        log += f" and {decimal(footprint.residual_bytes)} of residuals"
-    if plain_bytes > gradient_bytes // _PLAIN_SHARE:
-        log += f" and {decimal(plain_bytes)} of plain data"
-    host = "a few chunks"
-    if options.method.base != "sync":
-        host = f"{decimal(state_bytes)} per base in flight"
-        if options.method.base != "checkfreq":  # there it is one
-            most = bases_in_flight_max(options, footprint.state_bytes)
-            host += "" if most is None else f", {most} at most"
-        if options.is_scheduled and parks:
-            when = f"a capture every step, durable {when}"
-            host = f"{decimal(2 * state_bytes)}, {decimal(3 * state_bytes)} while a base is written"
-        if options.logs:
-            both = "a base and its replica" if options.has_replica else "two bases"
-            host = f"{decimal(2 * state_bytes)} for {both} and {log} for each step since"
-        if options.is_multistep:
-            host += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
-        host += f" (budget {decimal(footprint.memory.host_bytes)})"
-    written = f"{decimal(state_bytes - footprint.static_bytes)} per base"
-    if footprint.static_bytes:
-        written += f", {decimal(footprint.static_bytes)} of static entries once"
-    if options.leaves_bases_fuzzy:
-        written += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
-    if options.log_on_disk:
-        batch = "batch_steps=auto" if options.batch_auto else str(options.log.batch_first)
-        written += f", {log} per step, in segments of {batch}"
+        at = "" if footprint.is_complete else " at the start"
+        state += f"{at} ({shown} bytes per parameter)"
+    when = options.every.in_words
+    if options.is_scheduled and parks:
+        when = f"a capture every step, durable {when}"
     disk = decimal(footprint.bounds.disk_bytes)
     if options.budget.disk_bytes is not None:
         of = " for bases, the log has the rest of" if options.log_on_disk else " of"
@@ -285,9 +256,56 @@ def _first_notice(footprint: Footprint, options: Options, name: str, *, parks: b
             disk += f" with its bases (history={options.log.history!r})"
     return (
         f"everstep: {name}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
-        f"host memory {host}; disk up to {disk}, written "
-        f"{written} ({budget_in_words(options)})"
+        f"host memory {_host_words(footprint, options, parks=parks)}; disk up to {disk}, written "
+        f"{_written_words(footprint, options)} ({budget_in_words(options)})"
     )
+
+
+def _log_words(footprint: Footprint, options: Options) -> str:
+    """Return the size of a step in the log."""
+    gradient_bytes = footprint.gradients[1]
+    plain_bytes = sum(footprint.shape.objects_bytes.values())
+    words = "compressed gradients"
+    if options.method.log == "dense":
+        words = f"{decimal(gradient_bytes)} of gradients"
+    if footprint.residual_bytes:
+        words += f" and {decimal(footprint.residual_bytes)} of residuals"
+    if plain_bytes > gradient_bytes // _PLAIN_SHARE:
+        words += f" and {decimal(plain_bytes)} of plain data"
+    return words
+
+
+def _host_words(footprint: Footprint, options: Options, *, parks: bool) -> str:
+    """Return the host memory that the method takes."""
+    if options.method.base == "sync":
+        return "a few chunks"
+    state_bytes = footprint.shape.size_bytes
+    words = f"{decimal(state_bytes)} per base in flight"
+    if options.method.base != "checkfreq":  # there it is one
+        most = bases_in_flight_max(options, footprint.state_bytes)
+        words += "" if most is None else f", {most} at most"
+    if options.is_scheduled and parks:
+        words = f"{decimal(2 * state_bytes)}, {decimal(3 * state_bytes)} while a base is written"
+    if options.logs:
+        both = "a base and its replica" if options.has_replica else "two bases"
+        log = _log_words(footprint, options)
+        words = f"{decimal(2 * state_bytes)} for {both} and {log} for each step since"
+    if options.is_multistep:
+        words += f" and up to half of {decimal(footprint.gradients[1])} of gradients for each part"
+    return f"{words} (budget {decimal(footprint.memory.host_bytes)})"
+
+
+def _written_words(footprint: Footprint, options: Options) -> str:
+    """Return the bytes that bases and a log write to disk."""
+    words = f"{decimal(footprint.shape.size_bytes - footprint.static_bytes)} per base"
+    if footprint.static_bytes:
+        words += f", {decimal(footprint.static_bytes)} of static entries once"
+    if options.leaves_bases_fuzzy:
+        words += f" and up to half of {decimal(footprint.gradients[1])} of gradients for each part"
+    if options.log_on_disk:
+        batch = "batch_steps=auto" if options.batch_auto else str(options.log.batch_first)
+        words += f", {_log_words(footprint, options)} per step, in segments of {batch}"
+    return words
 
 
 def _marks_notice(shape: Shape, recorded_bytes: int) -> str | None:

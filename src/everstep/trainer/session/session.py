@@ -50,6 +50,7 @@ def open_session(
     copies = () if place.job is not None else place.tiers
     place = replace(place, reading=seams_with_copies(copies, place.seams, place.run))
     components = build_components(options, place, state)
+    components.keepers.terms.copy_to(place.tiers)
     return Session(components, place, preemption, calls)
 
 
