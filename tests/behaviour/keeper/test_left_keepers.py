@@ -18,7 +18,7 @@ from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
 from everstep.seams.network.sockets import close_descriptors
 from everstep.testing import inspect
-from everstep.trainer.attach import orphaned_keepers as left_keepers
+from everstep.trainer.attach import attach as left_keepers
 from tests.support.serving import Bench, bench, die, serving
 from tests.support.takeover import World, opened, stepped
 from tests.support.world import TIMEOUT_S

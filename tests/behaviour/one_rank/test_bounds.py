@@ -83,7 +83,7 @@ def test_what_stays_because_peers_have_it_counts(
     chosen = options(keep=keep, method=method)
     ranks = RankInfo(0, 2, nodes=nodes)
     shape = State(state_of(1)).survey().shape
-    bounds = bounds_of(chosen, shape, ranks, host_bytes=0, peer_bytes=0)
+    bounds = bounds_of(chosen, shape, ranks)
     assert bounds.disk_bytes == bases * bounds.base_bytes + 8192
 
 

@@ -96,14 +96,14 @@ def test_without_peers_a_durable_base_relieves_the_log() -> None:
 def test_what_is_held_is_what_lies_there() -> None:
     log = Rooms(steps_max=100, peers=False)
     log.train(5)
-    assert log.rooms._held_bytes() == 5 * TAKEN
+    assert log.rooms.kept_bytes == 5 * TAKEN
     log.rooms.base_durable(3)
-    assert log.rooms._held_bytes() == 2 * TAKEN
+    assert log.rooms.kept_bytes == 2 * TAKEN
     pool: Any = _Pool()
     keeper: Any = log.keeper
     log.rooms.start(LogTarget(keeper, pool, 2))
     assert log.held == [], "they are gone with their memory"
-    assert log.rooms._held_bytes() == 0
+    assert log.rooms.kept_bytes == 0
 
 
 def test_with_peers_it_waits_until_the_base_is_whole_with_all_of_them() -> None:

@@ -5,8 +5,7 @@ Runs in the training process. Read in this order:
 - ``keeper``: interface of a keeper, whether it is a thread or a process.
 - ``terms``: what each keeper of a rank is told; ``mailbox``: where other ranks reach it.
 - ``keepers``: the keeper of one Checkpointer: attach, start a timeline, replace, close.
-- ``attach``: finds the keeper process of a run, or starts one.
+- ``attach``: finds the keeper process of a run, or starts one; reads those of earlier processes.
 - ``remote``: a keeper process as seen from here: messages and pending bases.
 - ``requests``: requests to it that wait for a reply.
-- ``orphaned_keepers``: reads the memory of keepers of earlier processes.
 """

@@ -31,9 +31,13 @@ from everstep.run.fence import Fence
 from everstep.seams import Clock
 from everstep.seams.network.mailbox import ReservedPort, TcpMailbox
 from everstep.tiers.durable_files import storage_errors
-from everstep.trainer.attach.attach import attach, is_there
+from everstep.trainer.attach.attach import (
+    attach,
+    is_there,
+    orphaned_by_move,
+    orphaned_state,
+)
 from everstep.trainer.attach.keeper import Keeper, Service, ThreadKeeper
-from everstep.trainer.attach.orphaned_keepers import orphaned_by_move, orphaned_state
 from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
 from everstep.trainer.attach.terms import KeeperTerms
 

@@ -29,6 +29,7 @@ from everstep.trainer.budget.host_memory import mark_entries
 
 __all__ = [
     "DAY_S",
+    "RUN_BYTES",
     "Bounds",
     "DayMeter",
     "Forecast",
@@ -41,7 +42,8 @@ __all__ = [
 ]
 
 _RECORD_BYTES = 1024  # size of a marker for one file; about 450 bytes are used
-_RUN_BYTES = 8192  # run.json and a few timelines
+RUN_BYTES = 8192
+"""Bytes of the run folder without bases and log: ``run.json`` and a few timelines."""
 # Growth of encoded objects before a base is planned again.
 _DRIFT_BYTES = 4096
 _DRIFT_SHARE = 4
@@ -52,8 +54,6 @@ class Bounds:
     """Upper bounds for this rank in bytes, as long as nothing fails.
 
     Attributes:
-        host_bytes: host memory for captured state, the log and a replica.
-        peer_bytes: host memory for copies of other ranks.
         base_bytes: files of one base, with its records.
         beside: bases on disk in addition to those to keep. One is being written. With several
             ranks there is one more, because other ranks write the next base before rank 0 has
@@ -62,17 +62,10 @@ class Bounds:
         copies: places for copies, and the bytes of this rank in each.
     """
 
-    host_bytes: int
-    peer_bytes: int
     base_bytes: int
     beside: int
     disk_bytes: int
     copies: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def other_bytes(self) -> int:
-        """Bytes of the run folder without bases and log."""
-        return _RUN_BYTES
 
 
 def bounds_of(
@@ -80,21 +73,18 @@ def bounds_of(
     shape: Shape,
     ranks: RankInfo,
     places: Sequence[TierOptions] = (),
-    *,
-    host_bytes: int,
-    peer_bytes: int,
 ) -> Bounds:
     """Return the bounds for a state of this shape."""
     base_bytes = _base_bytes(shape, ranks)
     copies = tuple(
-        (place.where, ((place.keep or options.keep) + 1) * base_bytes + _RUN_BYTES)
+        (place.where, ((place.keep or options.keep) + 1) * base_bytes + RUN_BYTES)
         for place in places
     )
     beside = 1 if ranks.world == 1 else 2
     if len(set(ranks.nodes)) > 1 and not options.method.in_memory:
         beside += max(0, 1 + NEEDED_MAX - options.keep)
-    disk_bytes = (options.keep + beside) * base_bytes + _RUN_BYTES
-    return Bounds(host_bytes, peer_bytes, base_bytes, beside, disk_bytes, copies)
+    disk_bytes = (options.keep + beside) * base_bytes + RUN_BYTES
+    return Bounds(base_bytes, beside, disk_bytes, copies)
 
 
 def _base_bytes(shape: Shape, ranks: RankInfo) -> int:

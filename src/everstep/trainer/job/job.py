@@ -32,8 +32,8 @@ from everstep.seams.network.group import Group, group_of_job, store_survives_res
 from everstep.seams.network.mailbox import NoMailbox
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.trainer.attach.attach import orphaned_logs
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.attach.orphaned_keepers import orphaned_logs
 from everstep.trainer.job.run_folder import SharedRun, open_shared_run
 from everstep.trainer.job.start import (
     JobStart,

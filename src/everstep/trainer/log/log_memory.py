@@ -89,7 +89,6 @@ class LogMemory:
             one.
         target: where records go; None before a keeper takes any.
         number: number of the newest record.
-        held_bytes: memory of all records at the last reservation.
         taken_bytes: memory of all records ever stored.
         too_large: size of the last record refused because it alone exceeds ``bytes_max``; 0 if
             none.
@@ -112,7 +111,6 @@ class LogMemory:
     relieved_to: Callable[[], int | None] = lambda: None
     target: LogTarget | None = None
     number: int = 0
-    held_bytes: int = 0
     taken_bytes: int = 0
     too_large: int = 0
     half_full: bool = False
@@ -160,20 +158,19 @@ class LogMemory:
         beside_bytes = objects_bytes + RECORD_BYTES
         need_bytes = pool.rounded_bytes(size_bytes) + beside_bytes
         self.too_large = 0
-        held = self._held_bytes()
+        held = self.kept_bytes
         relieved_to = self.relieved_to()
         if held + need_bytes > self.bytes_max // 2 and self._relieved_step() < self.durable_step:
             self.cut_short = self.durable_step
             self.base_everywhere(self.durable_step)
-            held = self._held_bytes()
+            held = self.kept_bytes
         if held + need_bytes > self.bytes_max // 2:
             if relieved_to is None:
                 rest = held + need_bytes - self.covered_bytes
                 self.half_full = self.half_full or rest > self.bytes_max // 2
             else:
                 self.release(relieved_to)
-                held = self._held_bytes()
-        self.held_bytes = held
+                held = self.kept_bytes
         fits = self._fits(held, need_bytes)
         room = pool.acquire_now(max(1, size_bytes), beside_bytes) if fits else None
         if (
@@ -188,7 +185,7 @@ class LogMemory:
 
         The log must stay within its own limit, or a base might find no memory beside it."""
         need_bytes = target.pool.rounded_bytes(room.size_bytes) + objects_bytes + RECORD_BYTES
-        return self._fits(self._held_bytes(), need_bytes)
+        return self._fits(self.kept_bytes, need_bytes)
 
     def _fits(self, held_bytes: int, need_bytes: int) -> bool:
         if need_bytes > self.bytes_max:
@@ -295,7 +292,3 @@ class LogMemory:
             target.keeper.forget_log(free[-1].number)
             for record in free:
                 target.pool.release(record.room)
-
-    def _held_bytes(self) -> int:
-        with self.lock:
-            return self.kept_bytes

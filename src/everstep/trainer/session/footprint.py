@@ -22,6 +22,7 @@ from everstep.state.training_state import State
 from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.options import TierOptions
 from everstep.trainer.budget.disk import (
+    RUN_BYTES,
     Bounds,
     bounds_of,
     budget_in_words,
@@ -103,21 +104,14 @@ class Footprint:
             state_bytes=state_bytes,
             step_bytes=gradient_bytes + mark_bytes,
         )
-        bounds = bounds_of(
-            options,
-            shape,
-            state.ranks,
-            place.tiers,
-            host_bytes=memory.arena_bytes + memory.replica_bytes + memory.own_bytes,
-            peer_bytes=memory.peer_bytes,
-        )
+        bounds = bounds_of(options, shape, state.ranks, place.tiers)
         on_disk = options.log_on_disk
         check_disk_budget(
             options,
             place.run,
             bounds.base_bytes,
             beside=bounds.beside,
-            other_bytes=bounds.other_bytes if on_disk else 0,
+            other_bytes=RUN_BYTES if on_disk else 0,
             step_bytes=log_step_bytes(shape, recorded_bytes) if on_disk else 0,
         )
         limits = LogLimits()
