@@ -290,9 +290,9 @@ def test_the_log_stays_until_a_base_is_durable_on_all_ranks(tmp_path: Path) -> N
             assert gate.reached.wait(TIMEOUT_S)
             recorder = inspect(ranks[0].ckpt).recorder
             assert recorder is not None
-            assert recorder.memory._held_bytes()
+            assert recorder.memory.kept_bytes
             # More than half full.
-            recorder.memory.bytes_max = recorder.memory._held_bytes() * 5 // 3
+            recorder.memory.bytes_max = recorder.memory.kept_bytes * 5 // 3
             train(ranks, 1)
             assert recorder.stats.holes == 0
             die(ranks)
@@ -312,7 +312,7 @@ def test_a_log_that_is_half_full_asks_the_replica(tmp_path: Path) -> None:
         wait(ranks)
         recorder = inspect(ranks[1].ckpt).recorder
         assert recorder is not None
-        recorder.memory.bytes_max = recorder.memory._held_bytes() * 4
+        recorder.memory.bytes_max = recorder.memory.kept_bytes * 4
         train(ranks, 8)
         wait(ranks)
         assert recorder.stats.holes == 0
