@@ -11,8 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.replay.engine import Replayer, ReplayOptions
-from everstep.replay.packed import Gradient, Packed
-from everstep.replay.updates import Update
+from everstep.replay.updates import Gradient, Packed, Update
 
 __all__ = [
     "SHAPES",

@@ -2,12 +2,11 @@
 
 Read in this order:
 
-``updates``         ``Update``: inputs of one ``step()`` call
+``updates``         ``Update``: inputs of one ``step()`` call; compressed gradients
 ``exactness``       optimizers that can be replayed, and configurations where replay is bit-exact
 ``engine``          ``Replayer``: checks updates of one optimizer, and applies them to named
                     tensors, in place
 ``optimizer_step``  the optimizer's own ``step()``, on complete tensors and without hooks
-``packed``          compressed gradients
 ``functional``      torch's functional forms of SGD, Adam and AdamW
 ``self_test``       trials without which the fast path is not used
 ``fused``           the fast path: several updates in one pass over the state

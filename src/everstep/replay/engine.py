@@ -29,9 +29,8 @@ from everstep.replay.functional import KINDS
 from everstep.replay.fused.blocked import Blocked
 from everstep.replay.fused.cuts import has_gaps
 from everstep.replay.optimizer_step import build, set_options, step_over
-from everstep.replay.packed import Gradient, is_widening
 from everstep.replay.self_test import blocks_are_exact
-from everstep.replay.updates import Update
+from everstep.replay.updates import Gradient, Update, is_widening
 from everstep.state.values.tensors import same_strides
 
 __all__ = ["BLOCKS_PAY_ELEMENTS", "ONE_THREAD", "ReplayOptions", "Replayer"]

@@ -28,8 +28,7 @@ from torch.optim import optimizer as torch_hooks
 
 from everstep.errors import UnsupportedStateError
 from everstep.replay.fused.cuts import copied
-from everstep.replay.packed import Gradient, Packed, dense
-from everstep.replay.updates import Update
+from everstep.replay.updates import Gradient, Packed, Update, dense
 
 __all__ = [
     "build",

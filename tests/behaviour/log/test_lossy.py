@@ -26,7 +26,7 @@ from everstep.errors import FormatError, OptionError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.keeper.replica import lossy_update
 from everstep.keeper.ship.lossy_log import lossy_record
-from everstep.replay.packed import Packed, dense
+from everstep.replay.updates import Packed, dense
 from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode

@@ -14,7 +14,7 @@ import torch
 from everstep.compress import Compressor
 from everstep.errors import OptionError, StateError
 from everstep.format.writer import ChunkRing
-from everstep.replay.packed import Packed
+from everstep.replay.updates import Packed
 from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record

@@ -15,7 +15,7 @@ from everstep.format.log import LogRecord, RecordHead, plan_segment, record_dige
 from everstep.keeper.log import segment_writer
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.engine import ReplayOptions
-from everstep.replay.packed import Packed, dense
+from everstep.replay.updates import Packed, dense
 from everstep.restore.redo.live import make_replayer
 from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.names import PART_OBJECT

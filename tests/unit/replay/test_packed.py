@@ -16,8 +16,7 @@ from everstep.compress.sparse import Sparse, topk
 from everstep.replay import engine
 from everstep.replay.fused import blocked
 from everstep.replay.fused.blocked import Blocked
-from everstep.replay.packed import Gradient, Packed
-from everstep.replay.updates import Update
+from everstep.replay.updates import Gradient, Packed, Update
 from tests.support.replays import Run, bits, record, replayed, tensors_of
 
 SHAPES = {"matrix": (40, 50), "line": (64 * 9 + 5,), "small": (7,), "image": (4, 6, 5, 3)}

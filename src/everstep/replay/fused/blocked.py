@@ -25,8 +25,7 @@ from everstep.replay.functional import Tensors, form_of, options_of
 from everstep.replay.fused.cuts import Block, Scratch, cut, line
 from everstep.replay.fused.programs import Numbers, WorkBuffers, numbers, program, suits
 from everstep.replay.optimizer_step import writes_gradients
-from everstep.replay.packed import Gradient, Packed
-from everstep.replay.updates import Update
+from everstep.replay.updates import Gradient, Packed, Update
 
 __all__ = ["ALIGNMENT_ELEMENTS", "BLOCK_ELEMENTS", "Blocked"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.replay.packed import Gradient, Packed
+from everstep.replay.updates import Gradient, Packed
 
 __all__ = [
     "Block",

@@ -21,8 +21,7 @@ from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError, MismatchError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.replay.exactness import kind_name, replay_kind
-from everstep.replay.packed import Gradient, Packed
-from everstep.replay.updates import Update
+from everstep.replay.updates import Gradient, Packed, Update
 from everstep.run.tensors import tensor_of, with_strides
 from everstep.state.layout.names import (
     GRADIENT,

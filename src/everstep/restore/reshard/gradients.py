@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.replay.exactness import is_elementwise, kind_name, variant_of
-from everstep.replay.packed import Gradient, dense
-from everstep.replay.updates import Update
+from everstep.replay.updates import Gradient, Update, dense
 from everstep.restore.load.saved_ranks import SavedLayout
 from everstep.restore.redo.updates import gradients_of, replay_class, update_from_record
 from everstep.run.tensors import tensor_of

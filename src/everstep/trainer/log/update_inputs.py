@@ -33,7 +33,7 @@ from everstep.link.recordable import (
 from everstep.replay.exactness import kind_name
 from everstep.replay.fused.cuts import has_gaps
 from everstep.replay.optimizer_step import writes_gradients
-from everstep.replay.packed import is_widening
+from everstep.replay.updates import is_widening
 from everstep.state.layout.names import GRADIENT, HYPER, PART_OBJECT, UPDATE_OBJECT
 from everstep.state.layout.shards import ShardLayout, overlaps
 from everstep.state.providers.zero import ZeroProvider, local_optimizer
