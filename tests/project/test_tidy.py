@@ -172,9 +172,8 @@ def test_import_along_the_order(name: str, source: str) -> None:
     [
         ("everstep.a", '"""Text."""\n__all__ = []\n' + "x = 1\n" * 799, False),
         ("everstep.a", "__all__ = []\n", False),
-        ("everstep.a", '"""Text."""\n', False),
         ("everstep.a", '"""Text."""\nfrom b import c\n', True),
-        ("everstep.a", '"""Text."""\n__all__ = sorted(globals())\n', False),
+        ("everstep.a", '"""Text."""\n__all__ = sorted(globals())\n', True),
     ],
 )
 def test_module_out_of_shape(name: str, source: str, is_package: bool) -> None:
@@ -187,7 +186,7 @@ def test_module_out_of_shape(name: str, source: str, is_package: bool) -> None:
         ("everstep.a", '"""Text."""\n__all__ = []\n' + "x = 1\n" * 798, False),
         ("everstep.a", '"""Text."""\n__all__: list[str] = []\n', False),
         ("everstep.a", '"""Text."""\nfrom __future__ import annotations\n', True),
-        ("everstep.__main__", '"""Text."""\nfrom everstep.cli import main\n', False),
+        ("everstep.a", '"""Text."""\nx = 1\n', False),
     ],
 )
 def test_module_in_shape(name: str, source: str, is_package: bool) -> None:

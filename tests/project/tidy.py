@@ -137,7 +137,7 @@ def check_imports(module: Module) -> list[str]:
 
 
 def check_shape(module: Module) -> list[str]:
-    """No long modules; each says what it is (docstring) and what it offers (``__all__``)."""
+    """No long modules; each says what it is (docstring), a facade also what it offers."""
     complaints = []
     lines = len(module.source.splitlines())
     if lines > MAX_LINES:
@@ -145,10 +145,10 @@ def check_shape(module: Module) -> list[str]:
     body = module.tree.body
     if not ast.get_docstring(module.tree):
         complaints.append(f"{module.name}: no docstring")
-    # A package that binds no name offers none: its docstring is all there is to say.
+    # A package that binds no name offers none: its docstring is all there is to say. Other modules
+    # offer all names without an underscore.
     binds = [n for n in body if not isinstance(n, ast.Expr) and not _is_future(n)]
-    exempt = module.part == "__main__" or (module.is_package and not binds)
-    if not exempt and _exported(module.tree) is None:
+    if module.is_package and binds and _exported(module.tree) is None:
         complaints.append(f"{module.name}: no __all__")
     return complaints
 

@@ -34,9 +34,6 @@ from everstep_bench.harness.loop import seeded_single_thread
 from everstep_bench.harness.report import Findings, Table, mb, number, range_of
 from everstep_bench.options import ConvergenceOptions
 
-__all__ = ["ARMS", "LAST_STEPS", "ConvergenceReport", "Learned", "loss_on", "run_convergence",
-           "texts"]  # fmt: skip
-
 _DEMO = GPTConfig(layers=4, width=128, heads=4, context=128)
 _TEXT_BYTES = 4 << 20
 _UNSEEN_BYTES = 256 << 10

@@ -30,8 +30,6 @@ from everstep_bench.harness.machine import workspace
 from everstep_bench.harness.report import Findings, Table
 from everstep_bench.options import LossyOptions
 
-__all__ = ["ARMS", "Approximated", "LossyReport", "run_lossy"]
-
 _TEXT_BYTES = 1 << 20
 _UNSEEN_BYTES = 128 << 10
 _MODEL = GPTConfig(layers=2, width=192, heads=4, context=64)  # large tensors and small ones

@@ -30,13 +30,6 @@ from everstep_bench.harness.options import (
     parse_time,
 )
 
-__all__ = [
-    "COMPRESSED", "CRASH_ARMS", "IDEAL", "NEIGHBOUR", "NONE", "STALL_ARMS", "STEP_ARMS", "WAYS",
-    "ConvergenceOptions", "CrashOptions", "FrequencyOptions", "LossyOptions", "MultistepOptions",
-    "PersistOptions", "Ratio", "ScheduleOptions", "StallOptions", "StepOptions", "TiersOptions",
-    "Training",
-]  # fmt: skip
-
 _MIN_PARAMS = 100_000
 _MAX_PARAMS = 10_000_000_000
 _SEED_MAX = 2**32 - 1

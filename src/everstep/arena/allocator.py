@@ -12,8 +12,6 @@ from bisect import bisect_right
 from everstep.arena.buffers import PAGE_BYTES
 from everstep.errors import OptionError, StateError
 
-__all__ = ["Allocator"]
-
 
 class Allocator:
     """First-fit allocator of ranges ``[offset, offset + size)``.

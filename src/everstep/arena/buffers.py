@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 
-__all__ = ["PAGE_BYTES", "Block"]
-
 PAGE_BYTES = 4096
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23

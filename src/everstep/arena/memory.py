@@ -39,8 +39,6 @@ import numpy.typing as npt
 from everstep.errors import OptionError, OutOfSpaceError, StateError, UnavailableError
 from everstep.seams.memory import PAGE_BYTES, SharedMemory, sealed_bytes
 
-__all__ = ["CONTROL_BYTES", "PROGRESS_WORDS", "Arena"]
-
 CONTROL_BYTES = 65536
 PROGRESS_WORDS = 512
 

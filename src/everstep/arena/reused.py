@@ -13,8 +13,6 @@ import numpy as np
 
 from everstep.arena.buffers import Block
 
-__all__ = ["ReusedMemory"]
-
 _WASTE = 2  # a block serves requests of at least 1/2 of its size
 _SLACK = 8  # the pool may exceed the peak of lent bytes by 1/8
 

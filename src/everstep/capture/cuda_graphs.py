@@ -16,8 +16,6 @@ import torch
 from everstep.errors import StateError
 from everstep.seams.machine import use_thread_local_captures
 
-__all__ = ["ignore_graph_captures", "refuse_graph_capture"]
-
 _cuda: Any = torch.cuda
 _said = threading.local()
 

@@ -25,8 +25,6 @@ from everstep.capture.lanes.batches import Batch, run_batch
 from everstep.capture.lanes.lane import Lane, Transfer
 from everstep.errors import StateError
 
-__all__ = ["Dispatch", "Duplicates", "Unit"]
-
 
 @dataclass(frozen=True, slots=True)
 class Unit:

@@ -15,8 +15,6 @@ from everstep.seams.memory import copy_view
 from everstep.state.layout.shards import Placed, Seen, ShardLayout, append_objects, overlaps, pieces
 from everstep.state.values.tensors import host_bytes
 
-__all__ = ["LiveBody"]
-
 
 class LiveBody:
     """Body read from live tensors, which must not change meanwhile.

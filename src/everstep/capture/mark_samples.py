@@ -26,15 +26,6 @@ from everstep.seams.memory import memory_at
 from everstep.state.layout.names import SPOT
 from everstep.state.survey.survey import same_objects
 
-__all__ = [
-    "PHASES",
-    "MarkComparison",
-    "MarkSampler",
-    "mark_entries",
-    "sample_indices",
-    "sampled_bits",
-]
-
 PHASES = 8
 """Number of steps after which the same elements are sampled again."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +26,6 @@ from everstep.state.layout.names import SAMPLE
 from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.survey.survey import Survey, same_objects
 from everstep.state.values.tensors import byte_view, host_bytes, tensor_entry
-
-__all__ = [
-    "Probe",
-    "Sample",
-    "SpotCheck",
-]
 
 _SAMPLES = 4  # of each tensor
 _SAMPLES_OF_SMALL = 8
@@ -88,7 +82,7 @@ class _Elements:
         counts: number of sampled elements of each.
         where: positions of the elements in the block, in elements, as int64.
         tensors: tensors kept alive while their memory is read; on a device, views of the elements.
-        gather: reads elements in host memory from ``addresses``.
+        gather: reads elements in host memory; None: they are on a device.
     """
 
     kind: _Kind
@@ -96,7 +90,6 @@ class _Elements:
     counts: npt.NDArray[np.int64]
     where: torch.Tensor
     tensors: Sequence[torch.Tensor]
-    addresses: npt.NDArray[np.int64] | None = None
     gather: Gather | None = None
 
     @classmethod
@@ -109,23 +102,10 @@ class _Elements:
         if device.type == "cpu":
             first = _each(line.data_ptr() for line in lines).repeat(counts)
             between = _each(width * line.stride(0) for line in lines).repeat(counts)
-            gathered = _gathered(first + between * steps, width)
-            return cls(kind, names, counts, where, lines, *gathered)
+            gather = Gather.at(first + between * steps, np.dtype(f"i{width}"))
+            return cls(kind, names, counts, where, lines, gather)
         few = [line[::stride] for line, stride in zip(lines, strides.tolist(), strict=True)]
         return cls(kind, names, counts, where, few)
-
-    def some(self, chosen: Sequence[bool]) -> _Elements:
-        """Return the elements of some of the tensors."""
-        which = np.array(chosen, bool)
-        elements = which.repeat(self.counts)
-        where = torch.from_numpy(self.where.numpy()[elements])
-        names = [name for name, mine in zip(self.names, chosen, strict=True) if mine]
-        tensors = [tensor for tensor, mine in zip(self.tensors, chosen, strict=True) if mine]
-        counts = self.counts[which]
-        if self.addresses is None:
-            return _Elements(self.kind, names, counts, where, tensors)
-        gathered = _gathered(self.addresses[elements], self.kind[0])
-        return _Elements(self.kind, names, counts, where, tensors, *gathered)
 
     def take(self) -> torch.Tensor:
         """Return the current values."""
@@ -164,15 +144,6 @@ class SpotCheck:
                 found.setdefault((width, tensor.device), []).append(looked)
         self._elements = {kind: _Elements.of(kind, looked) for kind, looked in found.items()}
 
-    def some(self, names: Container[str]) -> SpotCheck:
-        """Return a check of fewer entries, reusing the addresses found before."""
-        check = SpotCheck((), {}, ())
-        for kind, elements in self._elements.items():
-            chosen = [name in names for name in elements.names]
-            if any(chosen):
-                check._elements[kind] = elements.some(chosen)
-        return check
-
     def take(self) -> Sample:
         """Sample the elements now; on a device, at this point of the current stream."""
         return Sample({kind: elements.take() for kind, elements in self._elements.items()})
@@ -207,10 +178,6 @@ class SpotCheck:
         elements = self._elements[kind]
         ends = np.cumsum(elements.counts)
         return elements.names[int(np.searchsorted(ends, index, side="right"))]
-
-
-def _gathered(addresses: npt.NDArray[np.int64], width: int) -> tuple[npt.NDArray[np.int64], Gather]:
-    return addresses, Gather.at(addresses, np.dtype(f"i{width}"))
 
 
 def _each(numbers: Iterable[int]) -> npt.NDArray[np.int64]:

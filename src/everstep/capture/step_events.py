@@ -25,8 +25,6 @@ from torch.optim import Optimizer
 
 from everstep.state.layout.lru import LRUCache
 
-__all__ = ["Observed", "StepEvents"]
-
 _WATCHED_MAX = 64  # modules, and parameters
 
 _T = TypeVar("_T")

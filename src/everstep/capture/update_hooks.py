@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from everstep.errors import StateError
 
-__all__ = ["UpdateHooks", "in_thread"]
-
 _TURN_S = 60.0  # timeout for an update in another thread
 _POLL_S = 0.0005
 

@@ -11,8 +11,6 @@ from operator import attrgetter
 
 import torch
 
-__all__ = ["Versions", "storage_of"]
-
 _VERSION = attrgetter("_version")
 
 

@@ -42,8 +42,6 @@ from everstep.state.values.tensors import (
     local_tensor,
 )
 
-__all__ = ["Compressor"]
-
 
 class Compressor:
     """Compress the gradients of one optimizer in place, once in each ``step()``.

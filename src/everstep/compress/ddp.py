@@ -41,8 +41,6 @@ from everstep.errors import OptionError, StateError
 from everstep.state.providers.modules import unwrap
 from everstep.state.survey.ownership import memory_of
 
-__all__ = ["DDPCompression", "compressed_mean"]
-
 # torch 2.13 renamed it.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 

@@ -23,8 +23,6 @@ from everstep.compress.forms import Form
 from everstep.compress.sparse import Sparse
 from everstep.errors import MismatchError, StateError
 
-__all__ = ["ErrorFeedback", "can_be_compressed", "flat_of", "refuse_residuals"]
-
 _HOST_NUMEL = 2**17  # a multiple of the block of int8 forms
 
 

@@ -19,16 +19,6 @@ import torch
 from everstep.config.given import is_number
 from everstep.errors import OptionError
 
-__all__ = [
-    "FORMATS",
-    "NUMEL_MAX",
-    "FloatFormat",
-    "checked_flat",
-    "kept_count",
-    "largest_magnitudes",
-    "narrowed",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
@@ -55,8 +45,8 @@ FORMATS: Final = {
 }
 """The dtypes that can be compressed."""
 
-NUMEL_MAX: Final = 2**31
-"""Most elements of a tensor that can be compressed: those that an int32 index can tell apart."""
+NUMEL_MAX: Final = 2**31 - 1
+"""Most elements of a tensor that can be compressed: positions, and their end, fit into int32."""
 
 
 def checked_flat(flat: torch.Tensor) -> FloatFormat:

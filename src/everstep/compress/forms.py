@@ -14,8 +14,6 @@ from everstep.compress.sparse import Sparse, sampled_threshold, topk
 from everstep.config.given import nearest
 from everstep.errors import OptionError
 
-__all__ = ["INT8_BELOW", "KINDS", "Form", "adaptive", "compression"]
-
 Form: TypeAlias = Sparse | Int8
 """A compressed flat tensor."""
 

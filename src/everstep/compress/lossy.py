@@ -26,8 +26,6 @@ from everstep.compress.forms import INT8_BELOW, Form, adaptive
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError
 
-__all__ = ["Lossy", "lossy_copies", "restored_values"]
-
 _TOP_EXPONENT = 15  # scaled magnitudes are below 2**15
 _EXPONENT_MAX = 1100  # above the exponent of any float64
 

@@ -21,8 +21,6 @@ from everstep.compress.floats import FORMATS, NUMEL_MAX, checked_flat, kept_coun
 from everstep.compress.scan import SAMPLE_NUMEL, DeviceScan, Hits, sample_positions, scan_of
 from everstep.errors import FormatError, OptionError
 
-__all__ = ["Sparse", "nonzero_count", "sampled_threshold", "topk"]
-
 _MARGIN = 4.0  # standard deviations of the sample between the filter and the exact threshold
 _SLACK = 4  # with more candidates than this factor the sample was misleading
 
@@ -81,8 +79,8 @@ class Sparse:
 
     def part(self, begin: int, end: int) -> Sparse:
         """Return elements ``[begin, end)``, counted from ``begin``; the values are views."""
-        edges = torch.tensor([begin, end], device=self.indices.device)
-        low, high = torch.searchsorted(self.positions(), edges).tolist()
+        edges = torch.tensor([begin, end], dtype=torch.int32, device=self.indices.device)
+        low, high = torch.searchsorted(self.indices, edges).tolist()
         return Sparse.of(end - begin, self.indices[low:high] - begin, self.values[low:high])
 
     def to(self, dtype: torch.dtype) -> Sparse:
@@ -117,7 +115,7 @@ def topk(flat: torch.Tensor, ratio: float) -> Sparse:
 
     A threshold slightly below the exact one, estimated from a sample, leaves few candidates; the
     exact choice is made among these. If the sample misleads (few distinct values, nearly all zero),
-    the exact threshold is found by counting digits.
+    the exact threshold is found among all elements.
 
     Args:
         flat: contiguous, of a dtype in ``FORMATS``, with at least one element.

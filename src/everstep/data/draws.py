@@ -21,8 +21,6 @@ import torch
 
 from everstep.state.values.generators import RngStates, set_state, state_of
 
-__all__ = ["Draws", "Held", "generators_in", "number"]
-
 KeyItem = int | str
 _LONG = 1000  # collections with more members are data; generators are not looked for in them
 _OPAQUE = (torch.Tensor, np.ndarray, types.ModuleType, type, str, bytes, int, float)

@@ -19,8 +19,6 @@ from everstep.data.draws import Draws, Held, number
 from everstep.data.orders import set_epoch_of
 from everstep.state.values.generators import preserve_rng
 
-__all__ = ["Batch", "MapData", "StreamData", "Task", "as_it_is", "begin_worker"]
-
 Key = tuple[int, ...]
 
 

@@ -14,19 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataP
 
 from everstep.config.given import is_int
 from everstep.data.draws import number
-from everstep.data.fetching import (
-    Batch,
-    MapData,
-    StreamData,
-    Task,
-    as_it_is,
-    begin_worker,
-)
+from everstep.data.fetching import Batch, MapData, StreamData, Task, as_it_is, begin_worker
 from everstep.data.orders import Order, Place, Samplers, set_epoch_of
 from everstep.errors import OptionError, StateError
 from everstep.state.loaders.positions import MOVED, POSITIONS, length_of, shuffles_in_a_buffer
-
-__all__ = ["ResumableLoader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +250,7 @@ class ResumableLoader:
             return "the saved state is not a position of a ResumableLoader"
         for name, mine in self._made.fixed.items():
             if fixed[name] != mine and not (name == "workers" and at.is_start):
-                saved = _words(name, fixed[name])
-                live = _words(name, mine)
-                return f"the position was saved with {saved}, this loader has {live}"
+                return f"the position was saved with {name}={fixed[name]}, this loader has {mine}"
         here = self._made.place.world
         if at.world != here and not at.is_start and not self._made.is_dealt_here:
             return (
@@ -506,13 +495,3 @@ def _refuse(source: Any, dataset_state: bool) -> None:
             "would be lost",
             hint="leave dataset_state out: the dataset is replayed then",
         )
-
-
-def _words(name: str, value: object) -> str:
-    return {
-        "kind": f"data of kind {value!r}",
-        "seed": f"seed={value}",
-        "batch_size": f"batch_size={value}",
-        "length": f"{value} samples",
-        "workers": f"{value} process(es) that read a stream",
-    }[name]

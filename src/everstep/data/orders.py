@@ -14,18 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from everstep.data.draws import Draws
 from everstep.errors import StateError
 from everstep.state.loaders.positions import length_of
-
-__all__ = ["Order", "Place", "Samplers", "set_epoch_of"]
 
 _SHARDED = ("num_replicas", "world_size", "rank")  # attributes of samplers that divide by ranks
 
@@ -184,23 +177,13 @@ class Samplers:
         while part := list(itertools.islice(skipped, world)):
             yield part[rank % len(part)]
 
-    def batches(self, units: Sequence[Any], first: int) -> Iterator[Any]:
+    def batches(self, units: Iterable[Any], first: int) -> Iterator[Any]:
         """Yield the indices of the batches of one rank's units, from batch ``first`` on."""
         if self._size is None:
             yield from itertools.islice(units, first, None)
             return
-        for begin in range(first * self._size, len(units), self._size):
-            batch = units[begin : begin + self._size]
-            if len(batch) == self._size or not self._drops:
-                yield list(batch)
-
-    def batches_lazily(self, units: Iterator[Any], first: int) -> Iterator[Any]:
-        """Yield the same from units without a known end."""
-        if self._size is None:
-            yield from itertools.islice(units, first, None)
-            return
-        skipped = itertools.islice(units, first * self._size, None)
-        while batch := list(itertools.islice(skipped, self._size)):
+        left = itertools.islice(units, first * self._size, None)
+        while batch := list(itertools.islice(left, self._size)):
             if len(batch) == self._size or not self._drops:
                 yield batch
 
@@ -275,7 +258,9 @@ class Order:
             first: first batch of these.
         """
         samplers = self._samplers
+        mine: Iterable[Any]
         if self._units is None:
             mine = samplers.deal_lazily(samplers.lazily(*self._key), begin)
-            return samplers.batches_lazily(mine, first)
-        return samplers.batches(samplers.deal(self._units, begin), first)
+        else:
+            mine = samplers.deal(self._units, begin)
+        return samplers.batches(mine, first)

@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.arena import PAGE_BYTES
 from everstep.format.log import layout_from_index, layout_to_index
-from everstep.state.layout.lru import LayoutCache
+from everstep.state.layout.lru import LRUCache
 from everstep.state.layout.shards import ShardLayout
 
 __all__ = [
@@ -45,31 +45,32 @@ class LogLayouts:
     def __init__(
         self,
         send: Callable[[dict[str, Any]], None],
-        numbers: LayoutCache[int] | None = None,
+        numbers: LRUCache[int, tuple[ShardLayout, int]] | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self._send = send
-        self._numbers = LayoutCache[int]() if numbers is None else numbers
+        self._numbers = LRUCache() if numbers is None else numbers
         self._free: list[int] = []
 
     def number(self, layout: ShardLayout) -> int:
         """Return the number of a layout, after sending the layout if the keeper does not have
         it."""
-        number = self._numbers.get(layout)
-        if number is None:
-            dropped = self._numbers.evict_for(layout)
-            self._free += dropped
-            number = self._free.pop() if self._free else len(self._numbers)
-            self._send(
-                {
-                    "kind": "log_layout",
-                    "number": number,
-                    "layout": layout_to_index(layout),
-                    "gone": [other for other in dropped if other != number],
-                }
-            )
-            # After the send: if that fails, the keeper does not have the layout.
-            self._numbers.add(layout, number)
+        known = self._numbers.get(id(layout))
+        if known is not None:
+            return known[1]
+        dropped = [other for _, other in self._numbers.evict_for(len(layout.placed))]
+        self._free += dropped
+        number = self._free.pop() if self._free else len(self._numbers)
+        self._send(
+            {
+                "kind": "log_layout",
+                "number": number,
+                "layout": layout_to_index(layout),
+                "gone": [other for other in dropped if other != number],
+            }
+        )
+        # After the send: if that fails, the keeper does not have the layout.
+        self._numbers.add(id(layout), (layout, number), len(layout.placed))
         return number
 
 

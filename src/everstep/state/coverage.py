@@ -11,21 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.modules import named_parameters
 from everstep.state.providers.optimizers import OptimizerProvider, unsaved_inner_optimizers
 from everstep.state.providers.plain import PlainProvider
 from everstep.state.providers.provider import Provider
 from everstep.state.providers.zero import local_optimizer
 from everstep.state.ranks.ddp_buckets import DDPBuckets
-from everstep.state.survey.ownership import Memory, OwnedMemory, memory_of
+from everstep.state.survey.ownership import Memory, OwnedMemory, memory_of, overlapping_pairs
 from everstep.state.survey.survey import Survey, same_objects
-from everstep.state.values.objects import join_path
-from everstep.state.values.tensors import local_tensor
-
-__all__ = ["Coverage", "address_of", "first_few", "named_parameters"]
+from everstep.state.values.tensors import address_of, local_tensor
 
 _log = logging.getLogger("everstep")
 
@@ -186,21 +182,14 @@ class Coverage:
         longer reaches the others.
         """
         held = self._held()
-        places = dict[str, Memory]()
+        places: dict[Memory, str] = {}
         for name, tensor in survey.tensors.items():
             memory = memory_of(tensor) if self.is_plain(name) else None
             if memory is not None and not held(tensor):
-                places[name] = memory
-        found: list[str] = []
-        reached = ""  # the name with the largest end address so far
-        for name in sorted(places, key=lambda name: (str(places[name].device), places[name].begin)):
-            mine = places[name]
-            other = places.get(reached)
-            overlaps = other is not None and mine.device == other.device and mine.begin < other.end
-            if overlaps and "/" in name + reached:  # two top-level tensors are read in place
-                found.append(f"{name} in {reached}")
-            if not overlaps or other is None or mine.end > other.end:
-                reached = name
+                places[memory] = name
+        pairs = ((places[mine], places[other]) for mine, other in overlapping_pairs(places))
+        # Two top-level tensors are read in place.
+        found = [f"{mine} in {other}" for mine, other in pairs if "/" in mine + other]
         if found:
             _log.warning(
                 "everstep: %d tensor(s) in plain data lie in the memory of others (%s): resume() "
@@ -231,25 +220,9 @@ class Coverage:
         return isinstance(self._providers.get(name.split("/")[0]), PlainProvider)
 
 
-def named_parameters(providers: Mapping[str, Provider]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of all modules of a state, by entry name."""
-    for section, provider in providers.items():
-        if isinstance(provider, ModuleProvider):
-            for key, parameter in provider.named_parameters():
-                yield join_path(section, key), parameter
-
-
 def first_few(names: Sequence[str]) -> str:
     """Return the first few of many names, for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; 0 if it has none yet, or none of its own."""
-    local = local_tensor(tensor)
-    if is_lazy(local) or local.layout is not torch.strided:
-        return 0
-    return local.untyped_storage().data_ptr()
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,7 +16,6 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -25,21 +24,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.errors import OptionError, StateError, UnsupportedStateError
-from everstep.state.coverage import Coverage, address_of, named_parameters
+from everstep.state.coverage import Coverage
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import (
-    RESERVED,
-    RNG_SECTION,
-    is_reserved,
-)
+from everstep.state.layout.names import RESERVED, RNG_SECTION, is_reserved
 from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.loaders.positions import POSITIONS, is_followed, loader_within
-from everstep.state.providers.modules import ModuleProvider, ParameterNames
-from everstep.state.providers.optimizers import (
-    OptimizerProvider,
-    unwrap_optimizer,
-)
-from everstep.state.providers.plain import Occurrences, PlainProvider, RngProvider
+from everstep.state.providers.modules import ModuleProvider, ParameterNames, named_parameters
+from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
+from everstep.state.providers.plain import Occurrences, PlainProvider, RngProvider, held_memory
 from everstep.state.providers.provider import Provider, RestorePlan, Saved
 from everstep.state.providers.stateful import LoaderProvider, Stateful, StatefulProvider
 from everstep.state.providers.zero import ZeroProvider, is_zero
@@ -47,21 +39,10 @@ from everstep.state.ranks.ddp_buckets import BUCKETS_SECTION, DDPBuckets
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.state.ranks.rank_share import RankShare
 from everstep.state.ranks.writers import WriterAssignment
-from everstep.state.survey.ownership import (
-    DeclaredUpdate,
-    OwnershipRules,
-)
-from everstep.state.survey.survey import (
-    SectionContents,
-    Survey,
-    SurveyBuilder,
-    unsupported,
-)
+from everstep.state.survey.ownership import DeclaredUpdate, OwnershipRules
+from everstep.state.survey.survey import SectionContents, Survey, SurveyBuilder, unsupported
 from everstep.state.values.refusals import copied_state_dict_owner
 from everstep.state.values.tree import references, split
-
-__all__ = ["NOT_IN_STATE", "NOT_SAVED", "State"]
-
 
 NOT_SAVED = "not in the checkpoint"
 """Mismatch of a section of the state that a base does not have."""
@@ -237,21 +218,9 @@ class State:
     def _held(self) -> Callable[[torch.Tensor], bool]:
         """Return a predicate: a module or an optimizer of the state has the memory of a tensor,
         as a parameter, or as an option of a group (a rate that the loop sets)."""
-        found: list[torch.Tensor] = []
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                found += group["params"]
-                options = chain.from_iterable(
-                    value if isinstance(value, (tuple, list)) else (value,)
-                    for key, value in group.items()
-                    if key != "params"
-                )
-                found += (one for one in options if isinstance(one, torch.Tensor))
-        for provider in self.providers.values():
-            if isinstance(provider, ModuleProvider):
-                found += (tensor for _, tensor in provider.memory())
-        held = set(map(address_of, found)) - {0}
-        return lambda tensor: address_of(tensor) in held
+        found = [group for one in self.optimizers.values() for group in one.param_groups]
+        modules = (one for one in self.providers.values() if isinstance(one, ModuleProvider))
+        return held_memory(found, (tensor for one in modules for _, tensor in one.memory()))
 
     @property
     def unsaved_reasons(self) -> tuple[str, ...]:
@@ -370,6 +339,8 @@ class State:
             taken: entries for which ranks had saved different values -> the saved rank that this
                 one restores.
         """
+        if self.ranks.world == 1:
+            return ()
         return self._share.left_out(self._survey(), plans, taken)
 
     def sync_zero_parameters(self) -> None:

@@ -542,7 +542,7 @@ def test_a_function_that_declares_itself(served: Bench) -> None:
 @pytest.mark.parametrize(
     ("declared", "why"),
     [
-        ({"ema/*": 3}, "is not a function"),
+        ({"ema/*": 3}, "is not a callable object"),
         ({"ema/*": lambda model: None}, "cannot be called without arguments: missing"),
         ({"ema/*": nn.Linear}, "cannot be called without arguments"),
         ({3: lambda: None}, "must be a list of patterns"),

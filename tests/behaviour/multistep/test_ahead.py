@@ -16,7 +16,6 @@ import everstep
 from everstep.capture.lanes.batches import Batch, Chunks, plan_batches, run_batch
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.lanes.lane import CpuLane
-from everstep.capture.spot_check import SpotCheck
 from everstep.link.recordable import Layouts
 from everstep.plan import multistep_cut
 from everstep.plan.multistep import Pipeline
@@ -290,33 +289,6 @@ def test_the_best_cut_is_looked_for_once_while_measurements_stay_alike(
 def layout_of(live: dict[str, torch.Tensor]) -> ShardLayout:
     (layout,) = plan_shards([tensor_entry(name, tensor) for name, tensor in live.items()])
     return layout
-
-
-def test_some_of_a_spot_check_is_that_of_some() -> None:
-    odd = torch.arange(1, 202, dtype=torch.uint8)[1:].view(torch.uint8)
-    live = {
-        "a": torch.randn(100),
-        "b": torch.randn(7, 9),
-        "c": torch.arange(50, dtype=torch.int16),
-        "d": torch.randn(40, dtype=torch.complex64),
-        "e": odd,
-        "f": torch.randn(3, 4).t(),  # left out
-        "g": torch.empty(0),
-    }
-    layout = layout_of(live)
-    block = torch.zeros(layout.size_bytes + 64, dtype=torch.uint8)
-    for batch in plan_batches(layout, live, live.keys(), offset=64):
-        run_batch(batch, block)
-    whole = SpotCheck([(layout, 64)], live, live.keys())
-    for names in ({"a"}, {"b", "d"}, {"c", "e", "g"}, {"f"}, set(live), set[str]()):
-        some, alone = whole.some(names), SpotCheck([(layout, 64)], live, names)
-        assert some.packed(some.take()) == alone.packed(alone.take())
-        assert some.differing(some.take(), block) is None
-    sample = whole.some({"b", "e"}).take()
-    live["b"][0, 0] += 1
-    for batch in plan_batches(layout, live, live.keys(), offset=64):
-        run_batch(batch, block)
-    assert whole.some({"b", "e"}).differing(sample, block) == "b"
 
 
 def test_places_are_those_of_the_layout() -> None:

@@ -19,12 +19,12 @@ from everstep.errors import EverstepError
 from everstep.format.names import RUN_RECORD
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from everstep.state.ranks import log_shares as parts_of_logs
 from everstep.state.ranks.log_shares import LogShare, log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.trainer.attach import keepers
+from everstep.trainer.log import update_inputs
 from tests.support.following import until
 from tests.support.ranks import replicas as parts
 from tests.support.ranks.replicas import Replica as Rank
@@ -418,7 +418,7 @@ def test_a_base_is_exact_if_all_of_it_is(tmp_path: Path) -> None:
 def test_a_part_of_the_wrong_rank_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs that are split otherwise than bases: replicas stop, what they have made is no base."""
     paths, told = folders(tmp_path, True), list[EverstepError]()
-    as_bases = parts_of_logs._shares_as_written
+    as_bases = update_inputs.log_shares
 
     def swapped(*about: Any) -> dict[str, dict[str, LogShare]]:
         found = as_bases(*about)
@@ -427,7 +427,7 @@ def test_a_part_of_the_wrong_rank_is_none(tmp_path: Path, monkeypatch: pytest.Mo
             for key, named in found.items()
         }
 
-    monkeypatch.setattr(parts_of_logs, "_shares_as_written", swapped)
+    monkeypatch.setattr(update_inputs, "log_shares", swapped)
     with kept(paths), job(paths, on_failure=told.append) as ranks:
         resume(ranks)
         train(ranks, 5)

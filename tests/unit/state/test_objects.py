@@ -13,7 +13,6 @@ import pathlib
 import random
 import re
 import struct
-import sys
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from everstep.errors import FormatError, UnsupportedStateError
 from everstep.state.values import objects
 from everstep.state.values.generators import GeneratorState
 from everstep.state.values.objects import (
-    COLLISIONS_MAX,
     MAX_DEPTH,
     TAGS,
     TensorRef,
@@ -442,43 +440,6 @@ def test_hostile_bytes_are_refused_without_allocating_what_they_claim(name: str)
     assert not isinstance(caught.value.__cause__, RecursionError), "a limit must come first"
     assert "more dimensions" in str(caught.value) or "100000" not in name
     assert peak_bytes < 200_000 + 40 * len(data)
-
-
-_ALIKE = [n * sys.hash_info.modulus for n in range(1, COLLISIONS_MAX + 2)]  # one more than may be
-_CROWDS: list[list[Any]] = [
-    _ALIKE,
-    [(n, "a") for n in _ALIKE],
-    [float(2 ** (61 * n)) for n in range(5)],
-]
-
-
-@pytest.mark.parametrize("keys", _CROWDS[:2], ids=["ints", "tuples"])
-@pytest.mark.parametrize("kind", [dict.fromkeys, OrderedDict.fromkeys, Counter, set, frozenset])
-def test_keys_that_make_a_dict_slow_are_refused_on_both_sides(
-    kind: Callable[[Any], Any], keys: list[Any]
-) -> None:
-    value = kind(keys)
-    ((path, reason),) = unsupported_leaves({"here": value}, "x")
-    assert path == "x/here"
-    assert "the same hash" in reason
-    with pytest.raises(UnsupportedStateError, match="the same hash"):
-        encode(value)
-    # Whoever writes it all the same: nothing is looked up once for each of those before it.
-    with pytest.raises(FormatError, match="the same hash"):
-        decode(encode(value, checked=True))
-    fewer = kind(keys[1:])
-    assert decode(encode(fewer)) == fewer
-
-
-def test_many_keys_of_many_hashes_come_back() -> None:
-    many = [*range(-2000, 2000), *map(float, range(5000, 7000)), *_CROWDS[2]]
-    many += [(a, b) for a in range(60) for b in range(60)]
-    assert decode(encode(set(many))) == set(many)
-    assert decode(encode(dict.fromkeys(many))) == dict.fromkeys(many)
-    texts = [f"key {n}" for n in range(5000)]
-    named: dict[Any, Any] = dict.fromkeys(texts, b"x")
-    named[1] = b"y"
-    assert decode(encode(named)) == named
 
 
 def nested(wrap: Callable[[Any], Any], levels: int, leaf: Any = None) -> Any:

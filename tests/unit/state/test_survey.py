@@ -577,9 +577,7 @@ def test_state_of_parameters_that_are_in_no_group() -> None:
     values = world()
     state = State(values)
     values["optimizer"].param_groups.pop()
-    with pytest.raises(
-        StateError, match="the optimizer has state of parameters that are in none of its"
-    ):
+    with pytest.raises(StateError, match="state of parameters that are in none of its"):
         state.survey()
 
 
@@ -806,5 +804,6 @@ def test_what_was_empty_is_looked_at(fill: Callable[[nn.Module], object]) -> Non
     for _ in range(2):
         assert len(state.survey().tensors) == 3  # with torch's generator
     fill(empty)
-    assert len(state.survey().tensors) > 3
-    assert outcome(state.survey) == outcome(lambda: State(values).survey())
+    found = state.survey().tensors
+    assert len(found) > 3
+    assert list(found) == list(State(values).survey().tensors)

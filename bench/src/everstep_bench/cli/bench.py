@@ -8,8 +8,6 @@ from everstep.cli.common.errors import EverstepGroup
 from everstep_bench import options
 from everstep_bench.cli.commands import add_verb
 
-__all__ = ["app"]
-
 app = typer.Typer(
     cls=EverstepGroup,
     name="bench",

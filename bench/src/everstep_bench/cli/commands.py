@@ -15,8 +15,6 @@ from everstep.cli.common.output import console
 from everstep.cli.common.paths import checked_path
 from everstep_bench.harness.options import Options, declared, from_words
 
-__all__ = ["JSON", "add_verb", "as_command"]
-
 _Options = TypeVar("_Options", bound="Options")
 
 

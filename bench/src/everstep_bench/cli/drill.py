@@ -10,8 +10,6 @@ from everstep.cli.common.paths import absolute
 from everstep_bench.cli.commands import JSON, as_command
 from everstep_bench.drill.plan import DrillPlan
 
-__all__ = ["drill"]
-
 
 def _run(plan: DrillPlan, *, json_output: bool) -> None:
     from everstep.tiers.durable_files import storage_errors

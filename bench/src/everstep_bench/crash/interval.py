@@ -10,8 +10,6 @@ from everstep.plan.costs import Costs
 from everstep.plan.interval import best_choice
 from everstep_bench.stall.figures import Interval, Row
 
-__all__ = ["SaveCosts", "costs_of", "interval_of", "logged_interval_of", "share_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class SaveCosts:

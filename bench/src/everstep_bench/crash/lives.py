@@ -20,8 +20,6 @@ from everstep_bench.step.arms import Recovered
 from everstep_bench.step.child import ChildOrder
 from everstep_bench.step.settings import Setting
 
-__all__ = ["Life", "Lives", "Losses", "lived"]
-
 _GONE_S = 10.0
 
 

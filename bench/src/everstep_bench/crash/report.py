@@ -15,8 +15,6 @@ from everstep_bench.harness.figures import Verdict, plain
 from everstep_bench.harness.report import Report, Table, ms, number, per_cent
 from everstep_bench.options import IDEAL, NONE, CrashOptions
 
-__all__ = ["PEERS", "CrashReport", "CrashTable"]
-
 PEERS = ("torch.save", "dcp-warm")
 _COLUMNS = ("arm", "T_ckpt ms", "durable ms", "every", "steps/s", "of ideal", "model",
             "lost steps", "load ms", "from")  # fmt: skip

@@ -18,8 +18,6 @@ from everstep_bench.step.recovery import measure_recovery
 from everstep_bench.step.run import check_room
 from everstep_bench.step.settings import Setting
 
-__all__ = ["Bench", "run_crash"]
-
 _BLOCK_STEPS = 8  # in which costs are measured; longer where a save takes longer
 _BATCH_STEPS = 5  # that a log writes at a time
 _LOGGED = "logged"

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-__all__ = ["ARMS", "OTHERS", "OURS", "Arm", "Consumes"]
-
 Consumes = Literal["whole", "int8"]
 
 

@@ -37,8 +37,6 @@ from everstep.workloads import (
 from everstep.workloads.fingerprint import fingerprint
 from everstep.workloads.journal import JournalWriter
 
-__all__ = ["main", "trained"]
-
 _EXIT_LOST = 71
 _LINGER_S = 120.0  # longer than any restart takes
 _KEEPER_THREADS = 2

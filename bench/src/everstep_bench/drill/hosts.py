@@ -21,8 +21,6 @@ from everstep_bench.drill.processes import (
 )
 from everstep_bench.drill.store import Store
 
-__all__ = ["Hosts"]
-
 _KEEPER_SOCKET = f"k/{'0' * 16}.sock"
 _SHARED = "durable"
 

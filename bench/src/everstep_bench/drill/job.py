@@ -20,8 +20,6 @@ from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.plan import DrillPlan
 from everstep_bench.drill.processes import DrillError
 
-__all__ = ["CHILD", "TEXT", "Start", "order_of"]
-
 CHILD: tuple[str, ...] = ("-m", "everstep_bench.drill.child")
 """Arguments with which torchrun starts a training process."""
 

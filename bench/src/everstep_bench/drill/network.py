@@ -22,8 +22,6 @@ from everstep.errors import UnavailableError
 from everstep_bench.drill.plan import Links
 from everstep_bench.drill.processes import DrillError
 
-__all__ = ["Groups", "Namespaces", "Network", "choose_network", "why_no_namespaces"]
-
 _TIMEOUT_S = 15.0
 _SUBNET = "10.231.7"
 _STORE_SUBNET = "10.231.8"

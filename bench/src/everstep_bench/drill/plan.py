@@ -20,10 +20,6 @@ from everstep_bench.harness.options import Options, from_words, option, parse_li
 if TYPE_CHECKING:
     from everstep.workloads import GPTConfig
 
-__all__ = [
-    "KILLS", "DrillPlan", "Intervals", "Kill", "Links", "drill_plan", "parse_at", "parse_checks",
-    "parse_every", "parse_rate",
-]  # fmt: skip
 
 Kill = Literal["process", "node", "rack"]
 Links = Literal["auto", "namespaces", "groups"]

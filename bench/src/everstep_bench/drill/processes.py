@@ -18,8 +18,6 @@ from pathlib import Path
 from everstep.errors import EverstepError
 from everstep.seams.processes.processes import PidWatch
 
-__all__ = ["MARK", "DrillError", "Marked", "end_marked", "find_marked", "mark_of"]
-
 MARK = "EVERSTEP_DRILL"
 _PROC = Path("/proc")
 _KILL_S = 20.0

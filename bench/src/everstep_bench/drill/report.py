@@ -23,8 +23,6 @@ from everstep_bench.drill.plan import DrillPlan, Kill
 from everstep_bench.harness.figures import plain
 from everstep_bench.harness.report import Findings, Table, number
 
-__all__ = ["DrillReport", "Outcome", "Ratio", "of_arms"]
-
 _DIFFERENCES_KEPT = 50
 _DIFFERENCES_SHOWN = 12
 _COLUMNS = ("arm", "detect s", "restore s", "rollback s", "lost steps", "re-run s", "total s",

@@ -27,8 +27,6 @@ from everstep_bench.drill.scenario import Drill, median_step_s
 from everstep_bench.drill.show import Display, introduce
 from everstep_bench.drill.store import Store, weed
 
-__all__ = ["run_drill"]
-
 _TEXT_BYTES = 1 << 19
 
 

@@ -19,8 +19,6 @@ from everstep_bench.drill.processes import DrillError
 from everstep_bench.drill.report import Outcome
 from everstep_bench.drill.show import Display
 
-__all__ = ["Drill", "compare", "median_step_s"]
-
 _WARM_STEPS = 2
 _DETECT_MORE_S = 15.0
 

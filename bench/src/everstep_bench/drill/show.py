@@ -15,8 +15,6 @@ from everstep_bench.drill.plan import DrillPlan
 from everstep_bench.drill.report import of_arms
 from everstep_bench.harness.display import Lines
 
-__all__ = ["Display", "introduce", "progress_display"]
-
 _LINE_EVERY_S = 10.0
 
 

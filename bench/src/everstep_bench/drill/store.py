@@ -21,8 +21,6 @@ from everstep.workloads.processes import training_environment
 from everstep_bench.drill.network import Namespaces
 from everstep_bench.drill.processes import MARK, DrillError, end_marked, mark_of
 
-__all__ = ["Store", "weed"]
-
 _BUCKET = "drill"
 _PORTS = {"master": 9333, "volume": 8380, "filer": 8888, "s3": 8333}
 _READY_S = 90.0

@@ -20,8 +20,6 @@ import everstep
 from everstep.errors import DeadlineError, EverstepError
 from everstep_bench.harness.figures import plain
 
-__all__ = ["EXIT_ORPHANED", "TIMEOUT_S", "Child", "Order", "say"]
-
 TIMEOUT_S = 600.0
 """A save, or an answer, that takes longer has failed."""
 

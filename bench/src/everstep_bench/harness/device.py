@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceClock", "PinnedLink"]
-
 _cuda: Any = torch.cuda  # its constructors have no annotations
 
 _LINK_BYTES = 1 << 30

@@ -11,8 +11,6 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["Display", "Lines", "progress_display"]
-
 _LINE_EVERY_S = 5.0
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import PurePath
 from typing import Any, Generic, Literal, TypeVar
 
-__all__ = ["Role", "Row", "Spread", "Verdict", "at_most", "plain"]
-
 Role = Literal["limit", "ideal", "control", "ours", "peer"]
 
 _Block = TypeVar("_Block")

@@ -9,8 +9,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Instant", "Sample", "busy_s", "cpu_s", "now", "written_bytes"]  # fmt: skip
-
 _PROC = Path("/proc")
 _STAT = Path("/proc/stat")
 _IDLE_COLUMNS = (3, 4)  # idle, iowait

@@ -18,8 +18,6 @@ from everstep_bench.harness.device import DeviceClock
 from everstep_bench.options import StallOptions
 from everstep_bench.options import Training as TrainingOptions
 
-__all__ = ["Loop", "Span", "Step", "flatten", "seeded_single_thread", "untied"]
-
 _TEXT_BYTES = 1 << 20
 _SCHEDULE_STEPS = 1_000_000
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

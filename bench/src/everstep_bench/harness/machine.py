@@ -18,11 +18,6 @@ from everstep.errors import OptionError, OutOfSpaceError, PermissionDeniedError
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.processes import available_cores
 
-__all__ = [
-    "Machine", "direct_takes", "drop_cache", "look_at", "refuse_without_room", "sync_all",
-    "sync_file", "workspace",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:

@@ -17,11 +17,6 @@ from typing import Any, TypeVar
 from everstep.config.given import nearest
 from everstep.errors import OptionError
 
-__all__ = [
-    "Declared", "Options", "declared", "from_words", "option", "parse_list", "parse_number",
-    "parse_params", "parse_share", "parse_size", "parse_speed", "parse_time",
-]  # fmt: skip
-
 _Options = TypeVar("_Options", bound="Options")
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 

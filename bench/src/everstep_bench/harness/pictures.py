@@ -11,8 +11,6 @@ from typing import Any
 from everstep.cli.common.pictures import check_picture
 from everstep.errors import PermissionDeniedError
 
-__all__ = ["drawn"]
-
 _DPI = 150
 
 

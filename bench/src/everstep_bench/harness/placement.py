@@ -13,8 +13,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["Placement", "descendants"]
-
 _PROC = Path("/proc")
 _TRAINING = "pt_autograd"  # threads that run the backward pass of a device
 

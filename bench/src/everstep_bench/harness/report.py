@@ -17,11 +17,6 @@ from everstep.cli.common.output import table
 from everstep_bench.harness.figures import Spread, Verdict, plain
 from everstep_bench.harness.machine import Machine
 
-__all__ = [
-    "Facts", "Findings", "Report", "Table", "busy_note", "mb", "ms", "number", "per_cent",
-    "printed", "range_of",
-]  # fmt: skip
-
 _BUSY_CORES = 0.25
 _WORDS = {True: ("met", "green"), False: ("not met", "red"), None: ("-", "dim")}
 

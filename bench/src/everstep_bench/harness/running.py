@@ -14,8 +14,6 @@ from everstep.link.save import Save
 from everstep.seams.processes.processes import process_ended
 from everstep.testing import inspect
 
-__all__ = ["LINGER_S", "close_run", "keepers_of", "quiet", "take_due"]
-
 LINGER_S = 10.0
 """A keeper whose benchmark is gone stays so long."""
 

@@ -19,8 +19,6 @@ from everstep_bench.harness.placement import Placement
 from everstep_bench.harness.report import Facts
 from everstep_bench.harness.turns import Turns
 
-__all__ = ["Session", "session"]
-
 
 @dataclass(slots=True)
 class Session:

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 from everstep_bench.harness.display import Display
 from everstep_bench.harness.figures import Row
 
-__all__ = ["Turns", "in_a_line"]
-
 _Row = TypeVar("_Row", bound=Row[Any])
 
 

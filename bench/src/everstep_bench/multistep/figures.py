@@ -15,8 +15,6 @@ from everstep_bench.harness.figures import Spread, plain
 from everstep_bench.multistep.training import Lengths
 from everstep_bench.options import WAYS, Ratio
 
-__all__ = ["AUTO", "MeasuredSave", "Measurement", "Row", "allowed_s"]
-
 AUTO = 0
 """As a number of parts: everstep chooses it."""
 

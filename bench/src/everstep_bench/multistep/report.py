@@ -11,8 +11,6 @@ from everstep_bench.harness.report import Report, Table, ms, range_of
 from everstep_bench.multistep.figures import AUTO, Measurement, Row, allowed_s
 from everstep_bench.options import WAYS, MultistepOptions
 
-__all__ = ["MultistepReport"]
-
 _BOUNDED = "gockpt_o"  # updates that wait for gradients cannot come near it
 _OF_BEST = 1.05
 _COLUMNS = ("way", "parts", "copies", "own work", "model", "measured", "min - max", "off",

@@ -18,8 +18,6 @@ from everstep_bench.multistep.saves import measure_row
 from everstep_bench.multistep.training import TimedTraining
 from everstep_bench.options import WAYS, MultistepOptions, Ratio
 
-__all__ = ["Bench", "about_s", "run_multistep"]
-
 _OTHERS = ("async", "lazy")
 _CALIBRATE_S = 2.0
 _COPIES_ON_DISK = 4

@@ -21,8 +21,6 @@ from everstep_bench.multistep.figures import AUTO, MeasuredSave, Row
 from everstep_bench.multistep.training import Lengths, TimedStep, TimedTraining
 from everstep_bench.options import WAYS, MultistepOptions
 
-__all__ = ["about_s", "measure_row", "warm_ups_of"]
-
 _IDLE_STEPS = 4  # before each save; nothing is under way in these
 _IDLE_STEPS_WARMING_UP = 1
 _SLACK_BYTES = 64 << 20

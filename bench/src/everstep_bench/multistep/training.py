@@ -21,8 +21,6 @@ from torch.optim import AdamW
 from everstep.errors import OptionError
 from everstep.plan.multistep import Pipeline
 
-__all__ = ["Lengths", "TimedStep", "TimedTraining"]
-
 _ELEMENT_BYTES = 4  # of a parameter; with its moments
 _STATE_BYTES = 12
 _MATRIX = 128

@@ -7,8 +7,6 @@ from typing import Literal
 from everstep_bench.harness.figures import Role
 from everstep_bench.harness.gauges import Sample
 
-__all__ = ["Arm", "Column"]
-
 Column = Literal["fresh", "recycled", "read"]
 """``fresh``: into files that are new. ``recycled``: over files that have their blocks
 already. ``read``: from disk, past or without the page cache."""

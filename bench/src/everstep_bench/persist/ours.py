@@ -21,8 +21,6 @@ from everstep_bench.harness.running import quiet
 from everstep_bench.persist.arms import Arm, Column
 from everstep_bench.persist.state import BenchState
 
-__all__ = ["CommitWatch", "OursRead", "OursWrite"]
-
 _UNTIL_RECYCLED = 3  # the first base is kept, the second too until it is read back
 _KEEP_ALL = 1_000_000
 

@@ -26,8 +26,6 @@ from everstep_bench.harness.machine import drop_cache, sync_all, sync_file
 from everstep_bench.persist.arms import Arm, Column
 from everstep_bench.persist.state import BenchState
 
-__all__ = ["PEERS", "Peer", "PeerRead", "PeerWrite", "installed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Peer:

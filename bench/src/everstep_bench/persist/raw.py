@@ -23,8 +23,6 @@ from everstep_bench.harness.gauges import Sample, now
 from everstep_bench.harness.machine import drop_cache
 from everstep_bench.persist.arms import Arm, Column
 
-__all__ = ["BLOCKS_BYTES", "RING_BYTES", "THREADS", "RawArm", "Setting", "make_ring", "settings"]
-
 THREADS = (1, 2, 4, 8)
 BLOCKS_BYTES = (4 << 20, 8 << 20, 16 << 20, 32 << 20)
 RING_BYTES = max(THREADS) * max(BLOCKS_BYTES)

@@ -19,8 +19,6 @@ from everstep_bench.harness.gauges import Sample
 from everstep_bench.harness.report import Report, Table, busy_note, number, range_of
 from everstep_bench.persist.arms import Column
 
-__all__ = ["BASELINE", "COLUMNS", "PersistReport", "Row"]
-
 COLUMNS: tuple[Column, ...] = ("fresh", "recycled", "read")
 BASELINE = "torch.save"
 

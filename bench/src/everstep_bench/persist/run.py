@@ -20,8 +20,6 @@ from everstep_bench.persist.raw import RING_BYTES, RawArm, Setting, make_ring, s
 from everstep_bench.persist.report import COLUMNS, PersistReport, Row
 from everstep_bench.persist.state import BenchState
 
-__all__ = ["Bench", "run_persist"]
-
 _SCREEN_BYTES = 256 << 20
 _SCREEN_TIMES = 2
 _FINALISTS = 3

@@ -18,8 +18,6 @@ from everstep.errors import EverstepError, OptionError
 from everstep.workloads.gpt import GPT, GPTConfig
 from everstep_bench.harness.loop import flatten, untied
 
-__all__ = ["SIZE_BYTES_MIN", "BenchState", "shape_of"]
-
 SIZE_BYTES_MIN = 4 << 20
 _BYTES_PER_PARAMETER = 12  # float32: the parameter and two moments
 _VOCABULARIES = ((50_304, 1024, 40_000_000), (256, 128, 0))  # vocabulary, context, from params

@@ -38,8 +38,6 @@ from everstep_bench.harness.display import Display
 from everstep_bench.harness.machine import workspace
 from everstep_bench.harness.report import Findings, Table, mb, ms, number
 
-__all__ = ["ExecutedOptions", "ExecutedReport", "ExecutedRow", "run_executed"]
-
 CLOSE = 0.1
 CLOSE_S = 2e-3
 """Waiting is as predicted if it differs by no more than one of these."""

@@ -14,15 +14,6 @@ from everstep_bench.harness.report import Findings, Table, mb, number
 from everstep_bench.options import ScheduleOptions
 from everstep_bench.schedule.solving import Solved
 
-__all__ = [
-    "FIGURE",
-    "LAUNCH_S",
-    "SHORT",
-    "Cell",
-    "Column",
-    "ScheduleReport",
-]
-
 LAUNCH_S = 25e-6
 """Least time of an operator in the second time model: eager launches, measured one by one."""
 

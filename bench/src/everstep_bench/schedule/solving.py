@@ -21,8 +21,6 @@ from everstep.plan.schedule.tracing import trace_of
 from everstep.workloads.published import PUBLISHED, published
 from everstep_bench.harness.display import Display
 
-__all__ = ["Solved", "solve_all"]
-
 _LINK_BYTES_PER_S = 63e9
 _MARGIN = 1.05
 _MODES: tuple[Mode, ...] = ("paper", "direct")

@@ -34,8 +34,6 @@ from everstep_bench.schedule.report import (
 )
 from everstep_bench.schedule.solving import solve_all
 
-__all__ = ["TABLE", "run_schedule"]
-
 TABLE = (
     ("alexnet", 32, (True, False, False)),
     ("alexnet", 1024, (True, True, True)),

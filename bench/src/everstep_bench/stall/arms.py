@@ -12,8 +12,6 @@ from everstep_bench.harness.children import TIMEOUT_S
 from everstep_bench.harness.figures import Role
 from everstep_bench.stall.recording import Copied
 
-__all__ = ["CAUSES", "Arm", "Cause", "Ideal", "Pending"]
-
 Cause = Literal["capture", "gate", "gradients", "back_pressure", "persist"]
 
 CAUSES: tuple[Cause, ...] = ("capture", "gate", "gradients", "back_pressure", "persist")

@@ -24,8 +24,6 @@ from everstep_bench.harness.machine import sync_file
 from everstep_bench.stall.arms import Pending
 from everstep_bench.stall.peers import Saves, SavingArm
 
-__all__ = ["DETAILS", "Dcp", "single_rank_group"]
-
 DETAILS = {
     "dcp": "async_save as it comes: a new stager at each save",
     "dcp-warm": "async_save with one stager for all saves",

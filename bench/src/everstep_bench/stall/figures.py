@@ -16,8 +16,6 @@ from everstep_bench.harness.figures import Spread
 from everstep_bench.harness.loop import Step
 from everstep_bench.stall.recording import Copied
 
-__all__ = ["Block", "Ideal", "Interval", "Row"]
-
 
 @dataclass(frozen=True, slots=True)
 class Block:

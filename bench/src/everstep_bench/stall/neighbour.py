@@ -17,8 +17,6 @@ from everstep_bench.harness.placement import Placement
 from everstep_bench.options import NEIGHBOUR
 from everstep_bench.stall.arms import Arm, Pending
 
-__all__ = ["Neighbour", "main"]
-
 _PIECE_BYTES = 4 << 20
 
 

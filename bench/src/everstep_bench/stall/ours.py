@@ -21,8 +21,6 @@ from everstep_bench.options import WAYS, StallOptions
 from everstep_bench.stall.arms import CAUSES, Arm, Pending
 from everstep_bench.stall.recording import Copied, Copies, recorded
 
-__all__ = ["Ours"]
-
 _COPIES = 2  # the last durable one stays until a newer one is captured
 _SLACK_BYTES = 64 << 20
 _DETAILS = {

@@ -17,15 +17,6 @@ from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.machine import direct_takes, sync_all
 from everstep_bench.stall.arms import Arm, Cause, Pending
 
-__all__ = [
-    "Saves",
-    "SavingArm",
-    "TorchCheckpointing",
-    "TorchSave",
-    "TorchSnapshot",
-    "installed",
-]
-
 _PACKAGES = {"torchsnapshot": "torchsnapshot", "torch_checkpointing": "torch_checkpointing"}
 """Packages that arms need and that may be missing, by the name of the arm."""
 

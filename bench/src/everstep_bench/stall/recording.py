@@ -11,8 +11,6 @@ import torch
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress
 
-__all__ = ["Copied", "Copies", "recorded"]
-
 
 class Copied(NamedTuple):
     """Some bytes that a lane has copied, in seconds of the monotonic clock.

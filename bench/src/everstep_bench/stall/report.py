@@ -23,8 +23,6 @@ from everstep_bench.stall import timeline
 from everstep_bench.stall.arms import CAUSES
 from everstep_bench.stall.figures import Block, Interval, Row
 
-__all__ = ["StallReport"]
-
 _OURS = "lazy"
 _PEER = "dcp-warm"
 _STALL_S_MAX = 0.002

@@ -28,8 +28,6 @@ from everstep_bench.stall.ours import Ours
 from everstep_bench.stall.peers import TorchCheckpointing, TorchSave, TorchSnapshot, installed
 from everstep_bench.stall.report import StallReport
 
-__all__ = ["Bench", "Opened", "check_room", "run_stall"]
-
 _IDEAL_BLOCKS = 2  # in each round; how much they differ is the noise
 _IDEAL_STEPS_MIN = 4
 _WARM_UPS = 2  # and a round: from then on files are recycled, and buffers and stagers are warm

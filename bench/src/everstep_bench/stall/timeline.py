@@ -13,8 +13,6 @@ from everstep_bench.harness.loop import Span, Step
 from everstep_bench.harness.pictures import drawn
 from everstep_bench.stall.figures import Block, Interval, Row
 
-__all__ = ["LANES", "Event", "events", "picture"]
-
 LANES = ("compute", "waits", "state", "gradients", "write")
 """What is told apart (GoCkpt Fig. 4 and 7): forward, backward and update; what holds training
 up; the state on its way to memory that does not change; gradients on their way there; the

@@ -20,8 +20,6 @@ from everstep_bench.harness.placement import Placement
 from everstep_bench.stall.arms import Pending
 from everstep_bench.step.settings import Setting
 
-__all__ = ["DcpWarm", "Recovered", "StepArm", "TorchSave"]
-
 _WARM_UP_STEPS = 4  # from then on memory is touched, and files are recycled
 _METADATA = ".metadata"  # DCP writes it last
 

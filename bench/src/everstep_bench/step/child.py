@@ -16,8 +16,6 @@ from everstep_bench.harness.children import EXIT_ORPHANED, Order, say
 from everstep_bench.options import Training
 from everstep_bench.step.settings import Setting
 
-__all__ = ["ChildOrder", "main"]
-
 
 @dataclass(frozen=True)
 class ChildOrder(Order):

@@ -23,8 +23,6 @@ from everstep_bench.step.rounds import Bench, Rows
 from everstep_bench.step.run import check_room
 from everstep_bench.step.settings import probed
 
-__all__ = ["Found", "FrequencyReport", "Probe", "run_frequency", "smallest"]
-
 _BLOCK_STEPS_MIN = 8
 _LOGS = ("logged", "lowdiff", "lowdiff_plus")
 _COLUMNS = ("arm", "one can go back to", "whole state every", "slow-down", "min - max", "noise",

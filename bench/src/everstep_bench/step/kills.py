@@ -21,8 +21,6 @@ from everstep_bench.step.child import ChildOrder
 from everstep_bench.step.ours import missing
 from everstep_bench.step.settings import Setting, settings, usual
 
-__all__ = ["Kill", "Killed", "Kills"]
-
 _AFTER_STEPS = 2  # beyond the last kill: what is resumed has to train on as if nothing had been
 _BEGIN_STEPS = 2
 

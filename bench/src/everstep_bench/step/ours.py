@@ -20,8 +20,6 @@ from everstep_bench.harness.running import close_run, keepers_of
 from everstep_bench.step.arms import Recovered, StepArm
 from everstep_bench.step.settings import Setting
 
-__all__ = ["LINGER_KILLED_S", "Ours", "missing"]
-
 LINGER_KILLED_S = 120.0
 """A keeper waits so long for a trainer that takes the place of a killed one."""
 

@@ -15,8 +15,6 @@ from typing import Any
 from everstep_bench.harness.children import Order, say
 from everstep_bench.options import Training
 
-__all__ = ["RecoveryOrder", "main"]
-
 _SAVED_S = 300.0
 _SLACK_BYTES = 64 << 20
 

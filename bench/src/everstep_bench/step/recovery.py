@@ -31,11 +31,6 @@ from everstep_bench.harness.children import Child
 from everstep_bench.options import Training
 from everstep_bench.step.recovered import RecoveryOrder
 
-__all__ = [
-    "BLOCKED", "EVERSTEP", "RecoveryFigures", "ReplayFigures", "measure_recovery",
-    "measure_replay",
-]  # fmt: skip
-
 BLOCKED = "torch, blocks"
 EVERSTEP = "everstep"
 """The ways: torch's fused operator over 256k elements and all steps at a time; ours."""

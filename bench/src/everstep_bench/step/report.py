@@ -23,8 +23,6 @@ from everstep_bench.step.recovery import EVERSTEP, RecoveryFigures, ReplayFigure
 from everstep_bench.step.rounds import Row, Rows
 from everstep_bench.step.settings import usual
 
-__all__ = ["StepReport"]
-
 _PARAMS_MIN = 50_000_000
 _SLOWER_MAX = {"lowdiff": 0.03, "lowdiff_plus": 0.09}
 _PEER = "checkfreq"

@@ -29,8 +29,6 @@ from everstep_bench.step.arms import DcpWarm, StepArm, TorchSave
 from everstep_bench.step.ours import Ours, missing
 from everstep_bench.step.settings import Setting
 
-__all__ = ["Bench", "Block", "Row", "Rows", "make_arm"]
-
 REFERENCE_BLOCKS = 2
 """In each round, of each training that saves nothing; how much they differ is the noise."""
 

@@ -19,8 +19,6 @@ from everstep_bench.step.report import StepReport
 from everstep_bench.step.rounds import Bench, Rows
 from everstep_bench.step.settings import settings
 
-__all__ = ["check_room", "run_step"]
-
 _REPLAY_PARAMS_MAX = 16_000_000  # each way has a state of its own; far beyond any cache
 _STATE_BYTES = 12  # for each parameter: itself and two moments, float32
 _COPIES_IN_MEMORY = 6  # training and its gradients, two bases, a log or a replica

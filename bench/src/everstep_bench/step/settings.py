@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 from everstep_bench.options import COMPRESSED, NONE, STEP_ARMS, FrequencyOptions, StepOptions
 
-__all__ = ["Setting", "probed", "settings", "usual"]
-
 _USES = {
     COMPRESSED: {"ratio"},
     "logged": {"every"},

@@ -19,7 +19,6 @@ from everstep_bench.options import TiersOptions
 if TYPE_CHECKING:
     from everstep.workloads import Training
 
-__all__ = ["RankOrder", "main"]
 
 _TEXT_BYTES = 1 << 20
 _CONTEXT = 64

@@ -14,8 +14,6 @@ from everstep_bench.harness.report import Report, Table, number, per_cent
 from everstep_bench.options import TiersOptions
 from everstep_bench.tiers.sampling import COPIES, DISK, MEMORY, PEER, above
 
-__all__ = ["TIERS", "Occupied", "TiersReport", "Trained", "words_of"]
-
 THREAD_SHARE_MAX = 0.01
 _MB = 1e6
 _INCHES = (10.0, 6.5)

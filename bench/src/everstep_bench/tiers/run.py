@@ -21,8 +21,6 @@ from everstep_bench.tiers.child import RankOrder
 from everstep_bench.tiers.report import Occupied, TiersReport, Trained
 from everstep_bench.tiers.sampling import COPIES, DISK, MEMORY, PEER, Sampler, place_bytes
 
-__all__ = ["run_tiers"]
-
 _LOOK_EVERY_S = 0.005
 _STATE_BYTES_PER_PARAM = 12
 _PROCESS_BYTES = 400 << 20  # torch, in each of two processes of a rank

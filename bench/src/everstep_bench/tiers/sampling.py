@@ -14,18 +14,6 @@ from everstep.seams import Seams
 from everstep.tiers.urls import is_url, open_tier
 from everstep_bench.harness.gauges import cpu_s
 
-__all__ = [
-    "COPIES",
-    "DISK",
-    "MEMORY",
-    "PEER",
-    "Sampler",
-    "above",
-    "files_bytes",
-    "memory_bytes",
-    "place_bytes",
-]
-
 MEMORY = "memory"
 PEER = "peer"
 DISK = "disk"

@@ -16,8 +16,6 @@ import torch
 from everstep.state.layout.shards import Placed, ShardLayout
 from everstep.state.values.tensors import byte_view
 
-__all__ = ["Batch", "Chunks", "Runs", "in_chunks", "plan_batches", "run_batch"]
-
 _SMALL_BYTES = 256 << 10
 _PACK_BYTES_MAX = 8 << 20
 _PIECE_BYTES = 32 << 20  # smaller pieces would take the interpreter lock more often

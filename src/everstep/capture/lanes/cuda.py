@@ -48,17 +48,6 @@ from everstep.seams.processes.conditions import Outcome, wait_done
 from everstep.seams.processes.threads import IoThreads
 from everstep.state.values.tensors import byte_view
 
-__all__ = [
-    "CudaLane",
-    "CudaTransfer",
-    "Enqueued",
-    "Issued",
-    "Issuer",
-    "Reached",
-    "moment_on",
-    "on_cuda",
-]
-
 Reached = tuple[int, Any, torch.device]
 """End of a group of batches, event after their copies, and their device."""
 

@@ -15,8 +15,6 @@ from everstep.capture.lanes.batches import Batch, Chunks
 from everstep.capture.lanes.cuda import CudaLane, on_cuda
 from everstep.capture.lanes.lane import CpuLane, Lane, Progress, Take, Transfer
 
-__all__ = ["DeviceLane"]
-
 
 class DeviceLane:
     """Lane of host memory until the first tensor on a CUDA device is seen, then a

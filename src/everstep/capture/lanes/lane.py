@@ -27,8 +27,6 @@ from everstep.seams.memory import copy_memory
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.processes.threads import IoThreads
 
-__all__ = ["CpuLane", "CpuTransfer", "Lane", "Progress", "Take", "Transfer"]
-
 _FEW_BYTES = 32 << 10  # torch would copy these in one thread as well
 
 Progress = Callable[[int], None]

@@ -27,8 +27,6 @@ from everstep.capture.lanes.lane import Take
 from everstep.errors import EverstepError, UnavailableError
 from everstep.seams.memory import take_pages
 
-__all__ = ["PinnedAhead", "PinnedMemory"]
-
 _log = logging.getLogger("everstep")
 _cuda: Any = torch.cuda  # what it calls has no annotations
 

@@ -25,7 +25,7 @@ from everstep.state.providers.provider import RestorePlan
 from everstep.state.training_state import State
 from everstep.state.values.tensors import (
     byte_view,
-    dtensor_like,
+    dtensor_over,
     empty_like_entry,
     is_dtensor,
     local_box,
@@ -58,13 +58,13 @@ class Targets:
         copies: ``(source, live)`` pairs for live tensors that cannot be read into directly.
         lay: strides of new tensors that were saved in another dense order. Fused kernels process
             parameters and moments side by side in memory order.
-        spread: entries to be wrapped as DTensors, and a template of each.
+        spread: a template of each entry to be wrapped as a DTensor.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     memory: dict[str, tuple[torch.Tensor, Box]] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    spread: dict[str, tuple[Entry, torch.Tensor]] = field(default_factory=dict)
+    spread: dict[str, torch.Tensor] = field(default_factory=dict)
     lay: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -102,7 +102,7 @@ class Targets:
             # Tensors that were tied when saved are tied again.
             parts.setdefault(entry.name, (part_of(entry, box), box))
             if template is not None:
-                self.spread[name] = (entry, template)
+                self.spread[name] = template
             elif entry.stride is not None and _is_dense(entry):
                 self.lay[name] = entry.stride
         claimed = sum(part.size_bytes for part, _ in parts.values())
@@ -121,8 +121,8 @@ class Targets:
         """Return the tensors, after all bytes have arrived."""
         for source, live in self.copies:
             copy_into(live, source)
-        for name, (entry, template) in self.spread.items():
-            self.tensors[name] = dtensor_like(template, entry, self.memory[name][0])
+        for name, template in self.spread.items():
+            self.tensors[name] = dtensor_over(template, self.memory[name][0])
         turned: dict[int, torch.Tensor] = {}  # each memory once, whatever its names
         for name, stride in self.lay.items():
             memory = self.memory[name][0]

@@ -39,7 +39,7 @@ from everstep.state.providers.zero import local_optimizer
 from everstep.state.survey.survey import same_objects
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
-from everstep.state.values.tensors import dtensor_like, is_dtensor, local_tensor, tensor_entry
+from everstep.state.values.tensors import dtensor_over, is_dtensor, local_tensor, tensor_entry
 from everstep.state.values.tree import join, references, split
 
 __all__ = [
@@ -197,7 +197,7 @@ class LiveMemory:
         for plan in plans.values():
             for name, template in plan.like.items():
                 if name in logged and name not in plan.in_place:
-                    logged[name] = dtensor_like(template, entries[name], logged[name])
+                    logged[name] = dtensor_over(template, logged[name])
         # Updates changed the first of tied tensors; its other names get the same tensor.
         for name, first in self._aliases.items():
             if name in live and first in live and name not in logged:

@@ -298,4 +298,4 @@ def _gradients_in(record: LogRecord, optimizer: str) -> tuple[dict[str, Gradient
 
 def _box(placement: Placement, rank: int, shape: Sequence[int]) -> Box:
     at = placement.coordinate(rank)
-    return box_on_mesh(shape, placement.mesh, at, placement.cuts)
+    return box_on_mesh(tuple(shape), placement.mesh, at, placement.cuts)

@@ -33,7 +33,7 @@ from everstep.state.layout.shards import Placed
 from everstep.state.providers.provider import RestorePlan
 from everstep.state.training_state import State
 from everstep.state.values.tensors import (
-    dtensor_like,
+    dtensor_over,
     empty_like_entry,
     host_bytes,
     local_tensor,
@@ -170,7 +170,7 @@ def _logged_slice(
         raise FormatError(f"the step marks do not hold all of {name!r}")
     for fill in found:
         fill.copy(ranks[fill.piece.rank].data[fill.piece.entry.name])
-    return slice_ if live is not None or template is None else dtensor_like(template, entry, slice_)
+    return slice_ if live is not None or template is None else dtensor_over(template, slice_)
 
 
 class ReshardedSamples:

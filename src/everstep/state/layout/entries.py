@@ -13,14 +13,6 @@ from dataclasses import dataclass
 
 import xxhash
 
-__all__ = [
-    "DTYPE_BYTES",
-    "DTYPE_NAMES",
-    "Entry",
-    "shape_digest",
-    "shape_of_all",
-]
-
 DTYPE_NAMES: dict[str, tuple[str, int]] = {
     # safetensors code: (torch attribute, bytes per element)
     "BOOL": ("bool", 1),

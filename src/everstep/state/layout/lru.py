@@ -10,10 +10,6 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from everstep.state.layout.shards import ShardLayout
-
-__all__ = ["COUNT_MAX", "ENTRIES_MAX", "LRUCache", "LayoutCache"]
-
 COUNT_MAX = 256
 ENTRIES_MAX = 1 << 17
 """Entries of all cached values together: each of them costs a few hundred bytes."""
@@ -24,6 +20,9 @@ _V = TypeVar("_V")
 
 class LRUCache(Generic[_K, _V]):
     """Mapping that evicts the least recently used values.
+
+    A layout is found by its ``id()``, since comparing layouts takes long. Its value holds the
+    layout itself, so that no other object can get that id meanwhile.
 
     Args:
         count_max: maximum number of values; None: :data:`COUNT_MAX`.
@@ -66,27 +65,3 @@ class LRUCache(Generic[_K, _V]):
         self.evict_for(weight)
         self._values[key] = value, weight
         self._weight += weight
-
-
-class LayoutCache(Generic[_V]):
-    """:class:`LRUCache` keyed by the identity of a layout, since comparing layouts takes long."""
-
-    def __init__(self, count_max: int | None = None, weight_max: int | None = None) -> None:
-        # The layout is kept with the value, so that no other object can get its id meanwhile.
-        self._found = LRUCache[int, tuple[ShardLayout, _V]](count_max, weight_max)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def get(self, layout: ShardLayout) -> _V | None:
-        """Return the value of a layout; see :class:`LRUCache`."""
-        known = self._found.get(id(layout))
-        return None if known is None else known[1]
-
-    def evict_for(self, layout: ShardLayout) -> list[_V]:
-        """Evict values until one for ``layout`` fits; see :class:`LRUCache`."""
-        return [value for _, value in self._found.evict_for(len(layout.placed))]
-
-    def add(self, layout: ShardLayout, value: _V) -> None:
-        """Store the value of a layout; see :class:`LRUCache`."""
-        self._found.add(id(layout), (layout, value), len(layout.placed))

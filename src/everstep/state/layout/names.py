@@ -2,24 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "GRADIENT",
-    "HYPER",
-    "INDICES",
-    "INT8",
-    "OBJECT_BYTES_MAX",
-    "OBJECT_PREFIX",
-    "PART_OBJECT",
-    "RESERVED",
-    "RNG_SECTION",
-    "SAMPLE",
-    "SCALES",
-    "SPOT",
-    "UPDATE_OBJECT",
-    "VALUES",
-    "is_reserved",
-]
-
 RESERVED = "everstep"
 """First part of the names of everstep's own entries."""
 

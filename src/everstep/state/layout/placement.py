@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-__all__ = ["WHOLE", "Box", "Cut", "Placement", "box_on_mesh", "replicas_on_mesh"]
-
 WHOLE = "whole"
 """Text of a placement that is not sharded."""
 _RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/(\d{1,9}))?)?", re.ASCII)
@@ -156,8 +154,9 @@ class Placement:
         return cls(ranks, cuts, mesh)
 
 
+@lru_cache(maxsize=65536)
 def box_on_mesh(
-    shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], cuts: Sequence[Cut]
+    shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]
 ) -> Box:
     """Return the box of a tensor of ``shape`` that the rank at coordinate ``at`` of a mesh holds.
 
@@ -167,13 +166,6 @@ def box_on_mesh(
     Raises:
         ValueError: the order of the splits cannot be derived from their factors.
     """
-    return _box(tuple(shape), tuple(mesh), tuple(at), tuple(cuts))
-
-
-@lru_cache(maxsize=65536)
-def _box(
-    shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]
-) -> Box:
     offset = [0] * len(shape)
     extent = list(shape)
     for index in _order(mesh, cuts):
@@ -221,17 +213,13 @@ def _order(mesh: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[int]:
     return order
 
 
+@lru_cache(maxsize=4096)
 def replicas_on_mesh(placement: Placement, rank: int) -> tuple[int, ...]:
     """Return all ranks that hold the same box of the tensor as ``rank``, in ascending order.
 
     Raises:
         ValueError: ``rank`` is not in the mesh.
     """
-    return _replicas(placement, rank)
-
-
-@lru_cache(maxsize=4096)
-def _replicas(placement: Placement, rank: int) -> tuple[int, ...]:
     assert placement.ranks is not None
     here = placement.coordinate(rank)
     sides = [

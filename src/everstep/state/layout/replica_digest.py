@@ -15,8 +15,6 @@ import xxhash
 
 from everstep.state.layout.placement import Placement
 
-__all__ = ["ReplicaDigest", "describe_mismatch", "ranks_of_digest", "replica_digests"]
-
 _LISTED = 4  # ranks, and sections, in an error
 
 

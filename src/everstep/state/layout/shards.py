@@ -18,20 +18,6 @@ from typing import Protocol
 
 from everstep.state.layout.entries import DTYPE_BYTES, Entry
 
-__all__ = [
-    "HEADER_BYTES_MAX",
-    "PIECE_BYTES",
-    "Body",
-    "Placed",
-    "Seen",
-    "ShardLayout",
-    "append_objects",
-    "at_lsn",
-    "overlaps",
-    "pieces",
-    "plan_shards",
-]
-
 HEADER_BYTES_MAX = 8 << 20
 """Maximum header of a file; larger sets of entries are split over several files, far below
 safetensors' limit of 100 MB."""

@@ -30,30 +30,21 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    get_worker_info,
+)
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from everstep.state.loaders.workers import WorkerGenerators
 from everstep.state.values.generators import RngStates, preserve_rng, restore_rng
 
 if TYPE_CHECKING:
     from everstep.state.training_state import State
 
-__all__ = [
-    "KEY",
-    "MOVED",
-    "POSITIONS",
-    "LoaderPositions",
-    "Resumed",
-    "fetches_ahead",
-    "follow_existing",
-    "holds_position",
-    "is_followed",
-    "length_of",
-    "loader_within",
-    "same_values",
-    "shuffles_in_a_buffer",
-]
 
 KEY: Final = "everstep"
 """Key that is added to a loader's state."""
@@ -71,6 +62,8 @@ _POSITION = "_everstep_position"
 _ACCELERATE = frozenset(("accelerate.data_loader",))
 _LIGHTNING = frozenset(("lightning.pytorch.loops.fetchers", "pytorch_lightning.loops.fetchers"))
 _FRAMES = 10
+_GENERATORS = "everstep/generators"
+_DATASET = "everstep/dataset"
 _COMPLETED = frozenset(("state_dict", "load_state_dict", "_get_iterator"))
 _DRAW_NOTHING = (SequentialSampler, DistributedSampler, _InfiniteConstantSampler)
 
@@ -247,17 +240,17 @@ class LoaderPositions:
             return _position(loader).state_dict(loader, kept["state_dict"])
 
         def load_state_dict(loader: Any, state_dict: dict[str, Any]) -> None:
-            _position(loader).load(loader, state_dict, kept["load_state_dict"], self)
+            _position(loader).load(loader, state_dict, kept["load_state_dict"])
 
         def _get_iterator(loader: Any) -> Any:
-            return _position(loader).make(loader, kept["_get_iterator"], self)
+            return _position(loader).make(loader, kept["_get_iterator"])
 
         for function in (state_dict, load_state_dict, _get_iterator):
             function.__doc__ = kept[function.__name__].__doc__
             setattr(owner, function.__name__, function)
 
 
-def follow_existing(loader: Any, positions: LoaderPositions) -> None:
+def follow_existing(loader: Any) -> None:
     """Follow a loader whose iterator was made before, and not iterated yet.
 
     Workers that run already were not initialized by :class:`.WorkerGenerators`: end them, and leave
@@ -268,7 +261,7 @@ def follow_existing(loader: Any, positions: LoaderPositions) -> None:
         return
     position = _position(loader)
     if loader.num_workers > 0:
-        with positions.loads():
+        with POSITIONS.loads():
             loader.load_state_dict(loader.state_dict())
     elif _draws_order(loader):
         position.watch_first_index(loader, iterator)
@@ -310,19 +303,13 @@ class _Position:
         tree = get(loader) if self.behind is None else self.behind.state
         return {**tree, KEY: more} if more else tree
 
-    def load(
-        self,
-        loader: Any,
-        state: dict[str, Any],
-        load: Callable[..., None],
-        positions: LoaderPositions,
-    ) -> None:
+    def load(self, loader: Any, state: dict[str, Any], load: Callable[..., None]) -> None:
         """Take a position, and leave it pending until a loop iterates."""
         old = loader._iterator
         load(loader, state)
         self.begun = None
         self.pending = None
-        if not positions.restoring:
+        if not POSITIONS.restoring:
             return
         self.pending = state or None
         if old is not None:
@@ -332,18 +319,18 @@ class _Position:
             # callbacks resume) continue at the restored position.
             old._next_data = _RedirectedFetch(loader)
 
-    def make(self, loader: Any, make: Callable[[Any], Any], positions: LoaderPositions) -> Any:
+    def make(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         """Make the iterator for a loop."""
-        iterator = self._make(loader, make, positions)
+        iterator = self._make(loader, make)
         # Lightning fetches a batch before it is needed where it cannot know the number of batches.
         unsized = length_of(loader) is None and _calling_module(_LIGHTNING)
         self.behind = _DelayedState(iterator) if unsized else None
         return iterator
 
-    def _make(self, loader: Any, make: Callable[[Any], Any], positions: LoaderPositions) -> Any:
+    def _make(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         pending = self.pending
         self.pending = None
-        moved = positions.moved
+        moved = POSITIONS.moved
         epochs = _epochs(loader)  # read now: workers fetch ahead, which may end the sampler's epoch
         if pending is None:
             self.epochs = epochs
@@ -363,20 +350,20 @@ class _Position:
         for generator, state in zip(_own_generators(loader), more.get("own", ()), strict=False):
             generator.set_state(torch.from_numpy(state.copy()))
         if begun is None and iterator._num_yielded and _draws_order(loader):
-            positions.lose(
+            POSITIONS.lose(
                 f"{type(loader).__name__}: its sampler may draw the order of the epoch from random "
                 "generators whose state at the beginning of that epoch was not saved",
                 "make the Checkpointer before the loader is iterated or asked for its state",
             )
         if iterator._num_yielded and shuffles_in_a_buffer(loader.dataset):
-            positions.lose(
+            POSITIONS.lose(
                 "datasets fills the buffers of shuffle(buffer_size=) anew where a stream goes on: "
                 "its samples come in another order, and some are left out",
                 "shuffle the stream without a buffer (shuffle its shards), or shuffle before",
             )
         if not iterator._finished:
             ahead = fetches_ahead(loader)
-            _FirstBatchCheck(iterator, positions, ahead=ahead, moved=moved, other_epoch=other_epoch)
+            _FirstBatchCheck(iterator, ahead=ahead, moved=moved, other_epoch=other_epoch)
         return iterator
 
     def _made(self, loader: Any, make: Callable[[Any], Any]) -> Any:
@@ -414,6 +401,75 @@ class _Position:
             return made._next_index()
 
         iterator._next_index = next_index
+
+
+class WorkerGenerators:
+    """Initialize a worker; replaces a loader's ``worker_init_fn``, which is called first.
+
+    torchdata's workers save the state of their dataset with each batch, if the dataset has
+    ``state_dict()`` and ``load_state_dict()``, but not the state of the generators that its items
+    draw from. So these two methods are added to the dataset in a worker. They save the worker's
+    generators, if anything was drawn from them since the worker was seeded. Nothing changes in the
+    training process, and no number is drawn.
+
+    Args:
+        init: the loader's own ``worker_init_fn``; None: it has none.
+    """
+
+    def __init__(self, init: Callable[[int], object] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker_id: int) -> None:
+        if self.init is not None:
+            self.init(worker_id)
+        info = get_worker_info()
+        dataset: Any = None if info is None else info.dataset
+        own = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        if isinstance(dataset, IterableDataset) and not own:
+            return  # torchdata fetches its batches again, which repeats the same draws
+        with contextlib.suppress(AttributeError, TypeError):  # a list, a range: they draw nothing
+            state = _DatasetState(dataset if own else None)
+            dataset.state_dict = state.state_dict
+            dataset.load_state_dict = state.load_state_dict
+
+
+class _DatasetState:
+    """State of a dataset and of the generators of this process.
+
+    Args:
+        dataset: the dataset; None: it has no state of its own.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._get = None if dataset is None else dataset.state_dict
+        self._set = None if dataset is None else dataset.load_state_dict
+        self._seeded = RngStates.now(devices=False)
+        self._restored: dict[str, Any] | None = None
+        self._pending: Any = None
+
+    def state_dict(self) -> Any:
+        # torchdata calls this after it has made the dataset's iterator, which may draw, and before
+        # the first batch. Restoring the generators any earlier would be undone by those draws.
+        if self._restored is not None:
+            restore_rng(self._restored)
+            self._restored = None
+        # A dataset may apply a loaded state only at its first item, as those of Hugging Face do.
+        # Until then it would return the state of a fresh epoch, and training that is killed before
+        # this worker's first batch would continue there.
+        mine = self._pending
+        self._pending = None
+        if mine is None and self._get is not None:
+            mine = self._get()
+        now = RngStates.now(devices=False)
+        return mine if now.same(self._seeded) else {_GENERATORS: now.plain(), _DATASET: mine}
+
+    def load_state_dict(self, state: Any) -> None:
+        if isinstance(state, dict) and _GENERATORS in state:
+            self._restored = state[_GENERATORS]
+            state = state[_DATASET]
+        if self._set is not None and state is not None:
+            self._set(state)
+            self._pending = state
 
 
 class _OrderCapture:
@@ -489,24 +545,14 @@ class _FirstBatchCheck:
 
     Args:
         iterator: the loader's iterator.
-        positions: receives the findings.
         ahead: module that fetches a batch before it is needed: it had fetched the first batch
             before the state was saved. "": none.
         moved: generators have moved since the state was restored.
         other_epoch: the sampler's epochs, and the saved ones, in words; "": they are equal.
     """
 
-    def __init__(
-        self,
-        iterator: Any,
-        positions: LoaderPositions,
-        *,
-        ahead: str,
-        moved: bool,
-        other_epoch: str,
-    ) -> None:
+    def __init__(self, iterator: Any, *, ahead: str, moved: bool, other_epoch: str) -> None:
         self._held = weakref.ref(iterator)
-        self._positions = positions
         self._moved = moved
         self._other_epoch = other_epoch
         self._ahead = ahead if iterator._num_yielded else ""
@@ -520,19 +566,19 @@ class _FirstBatchCheck:
         try:
             data = iterator._next_data()
         except StopIteration:
-            self._positions.at_end_of_epoch()
+            POSITIONS.at_end_of_epoch()
             raise
         if self._moved and iterator._num_yielded:
-            self._positions.lose(MOVED, "do so before resume()")
+            POSITIONS.lose(MOVED, "do so before resume()")
         if self._other_epoch and iterator._num_yielded:
-            self._positions.lose(
+            POSITIONS.lose(
                 f"a loader continues in mid-epoch, and its sampler was set to epoch "
                 f"{self._other_epoch}: these batches are not the rest of the epoch that was saved",
                 "put the number of the epoch into the state, begin the loop over epochs with it, "
                 "and call set_epoch() before each loop over the loader",
             )
         if before is not None and not before.same(RngStates.now()):
-            self._positions.lose(
+            POSITIONS.lose(
                 f"{self._ahead} fetches each batch while the previous one is trained on, and its "
                 "samples draw random numbers in this process: the batch at which training "
                 "continues was drawn before the state was saved, and now again",

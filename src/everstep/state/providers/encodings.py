@@ -9,7 +9,7 @@ decode it on load. Such state is left as the optimizer decodes it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from everstep.state.survey.ownership import Memory, memory_of
 from everstep.state.values.tensors import local_tensor
-
-__all__ = ["Encodings", "load_exactly"]
 
 Forms = Mapping[int, Collection[str]]
 """By the number of a parameter: keys of its state that are saved in a form of the optimizer's
@@ -218,11 +217,14 @@ def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, A
         for key, value in new.items()
         if key in old
     ]
-    both = {
-        (_tensor_identity(m), _tensor_identity(v))
-        for *_, old, new in places
-        for m, v in _tensor_pairs(old, new)
-    }
+    both: set[tuple[Memory | int, Memory | int]] = set()
+
+    def note(mine: torch.Tensor, value: torch.Tensor) -> bool:
+        both.add((_tensor_identity(mine), _tensor_identity(value)))
+        return False
+
+    for _, _, old, value in places:
+        _put(old, value, note)
     one = Counter(mine for mine, _ in both)
     other = Counter(value for _, value in both)
 
@@ -234,15 +236,6 @@ def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, A
         new[key] = _put(mine, value, kept)
 
 
-def _tensor_pairs(mine: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the tensors of an option, each with the loaded tensor in its place."""
-    if type(value) is torch.Tensor and type(mine) is torch.Tensor:
-        yield mine, value
-    elif _same_sequence(mine, value):
-        for one, other in zip(mine, value, strict=True):
-            yield from _tensor_pairs(one, other)
-
-
 def _put(mine: Any, value: Any, kept: Callable[[torch.Tensor, torch.Tensor], bool]) -> Any:
     """Return ``value`` with the tensors of ``mine`` in place of those that are kept; these get
     its values."""
@@ -252,24 +245,17 @@ def _put(mine: Any, value: Any, kept: Callable[[torch.Tensor, torch.Tensor], boo
         with torch.no_grad():
             mine.copy_(value)
         return mine
-    if _same_sequence(mine, value):
+    if type(value) in (list, tuple) and type(mine) is type(value) and len(mine) == len(value):
         return type(value)(_put(one, other, kept) for one, other in zip(mine, value, strict=True))
     return value
 
 
-def _same_sequence(mine: Any, value: Any) -> bool:
-    both_plain = type(value) in (list, tuple) and type(mine) is type(value)
-    return both_plain and len(mine) == len(value)
-
-
-def _tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _tensor_identity(tensor: torch.Tensor) -> Memory | int:
     """Return a key that is equal for tensors with the same elements of the same memory.
 
     torch's ``load_state_dict`` makes a tensor object for each place of a tensor.
     """
-    if not tensor.numel():
-        return (id(tensor),)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return memory_of(tensor) or id(tensor)
 
 
 def _with_saved_dtypes(value: Any, got: Any, device: torch.device) -> Any:

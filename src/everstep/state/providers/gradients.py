@@ -23,14 +23,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = [
-    "discard_gradients",
-    "discard_unreduced_gradients",
-    "has_gradient",
-    "parameters_with_gradient",
-    "unreduced_gradients",
-]
-
 _gradient_of = attrgetter("grad")
 _layout_of = attrgetter("layout")
 _STRIDED = frozenset((torch.strided,))

@@ -11,14 +11,11 @@ from torch import nn
 
 from everstep.state.layout.entries import Entry
 from everstep.state.providers.gradients import discard_unreduced_gradients
-from everstep.state.providers.provider import RestorePlan, Saved, difference, same_memory
+from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference, same_memory
 from everstep.state.survey.guards import ModuleGuard, canonical_key
-from everstep.state.survey.survey import SectionContents, TensorBlock, inspect_tree, same_objects
-from everstep.state.values.objects import TensorRef
+from everstep.state.survey.survey import SectionContents, same_objects
+from everstep.state.values.objects import TensorRef, join_path
 from everstep.state.values.tensors import tensor_entry
-
-__all__ = ["ModuleProvider", "ParameterNames", "unwrap"]
-
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 
@@ -46,14 +43,6 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module._orig_mod  # type: ignore[assignment]
         else:
             return module
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Return True if a module has no wrapper and looks up attributes as torch does.
-
-    It can then get a wrapper only by a change of its class or its members, which guards detect.
-    """
-    return unwrap(module) is module and type(module).__getattr__ is nn.Module.__getattr__
 
 
 class ParameterNames:
@@ -94,7 +83,7 @@ class ParameterNames:
         return self._names
 
 
-class ModuleProvider:
+class ModuleProvider(Provider):
     """Provider of an ``nn.Module``, through its ``state_dict``.
 
     Attributes:
@@ -106,8 +95,6 @@ class ModuleProvider:
     def __init__(self, section: str, module: nn.Module) -> None:
         self.section = section
         self._outer = module
-        self._blocks: tuple[TensorBlock, ...] = ()  # found last
-        self._bare = False
         self.proof: ModuleGuard | None = None
 
     @property
@@ -123,14 +110,10 @@ class ModuleProvider:
         return {canonical_key(key): value for key, value in self._state_dict().items()}
 
     def look(self) -> SectionContents:
-        # A module without a wrapper whose guard holds cannot have got a wrapper since.
-        module = self._outer if self.proof is not None and self._bare else self._module
+        module = self._module
         if self.proof is None or not self.proof.holds(module):
             self.proof = None
-            part = inspect_tree(self.collect(), self.section, self._blocks)
-            self._blocks = part.blocks
-            module = self._module
-            self._bare = _is_bare(self._outer)
+            part = self._look_at(self.collect())
             self.proof = ModuleGuard.of(module, part)
             if self.proof is None:
                 return part
@@ -223,6 +206,14 @@ class ModuleProvider:
             or not _from_torch(module._load_from_state_dict)
             for module in self._module.modules()
         )
+
+
+def named_parameters(providers: Mapping[str, Provider]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of all modules of a state, by entry name."""
+    for section, provider in providers.items():
+        if isinstance(provider, ModuleProvider):
+            for key, parameter in provider.named_parameters():
+                yield join_path(section, key), parameter
 
 
 def _from_torch(method: Any) -> bool:

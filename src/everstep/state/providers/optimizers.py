@@ -22,29 +22,13 @@ from everstep.state.layout.entries import Entry
 from everstep.state.providers.encodings import Encodings, load_exactly
 from everstep.state.providers.gradients import has_gradient, parameters_with_gradient
 from everstep.state.providers.modules import ParameterNames
-from everstep.state.providers.provider import RestorePlan, Saved, difference
+from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference
 from everstep.state.survey.guards import OptimizerGuard
 from everstep.state.survey.ownership import Memory, OwnedMemory, owned_memory_of
-from everstep.state.survey.survey import (
-    SectionContents,
-    TensorBlock,
-    inspect_tree,
-    storable_block,
-    unsupported,
-)
+from everstep.state.survey.survey import SectionContents, TensorBlock, storable_block, unsupported
 from everstep.state.values.objects import is_fixed, join_path
 from everstep.state.values.tensors import is_dtensor, why_not_storable
 from everstep.state.values.tree import references, split
-
-__all__ = [
-    "CLASS",
-    "FORMS",
-    "GRADIENTS",
-    "NamedShape",
-    "OptimizerProvider",
-    "unsaved_inner_optimizers",
-    "unwrap_optimizer",
-]
 
 _log = logging.getLogger("everstep")
 
@@ -104,7 +88,7 @@ def unsaved_inner_optimizers(optimizer: Optimizer) -> list[tuple[str, Optimizer]
     return [(name, one) for name, one in inside if one.state is not optimizer.state]
 
 
-class OptimizerProvider:
+class OptimizerProvider(Provider):
     """Provider of a ``torch.optim.Optimizer``.
 
     The tree is ``state_dict()`` with three changes: ``state`` is keyed by parameter name, each
@@ -138,7 +122,6 @@ class OptimizerProvider:
         self._encodings = Encodings()
         self._forms: dict[str, list[str]] = {}  # found last, by name
         self._has_warned = False
-        self._blocks: tuple[TensorBlock, ...] = ()  # found last
         self._holding: OwnedMemory | None = None  # found last
         self._proof: OptimizerGuard | None = None
         self._named: list[NamedShape] = []  # parameters, and the names that they had, at the proof
@@ -153,8 +136,7 @@ class OptimizerProvider:
         if self._proof is None or not self._holds(self._proof, names):
             self._proof = None
             named = self._parameters(names)
-            part = inspect_tree(self._collect(named), self.section, self._blocks)
-            self._blocks = part.blocks
+            part = self._look_at(self._collect(named))
             holding = self._holding_now()
             self._proof = OptimizerGuard.of(self._optimizer, part, holding, names)
             if self._proof is None:
@@ -205,13 +187,7 @@ class OptimizerProvider:
         numbers: dict[str, int] = {}
         for name in (name for group in groups for name in group):
             numbers.setdefault(name, len(numbers))
-        own = {key: value for key, value in tree.items() if key not in _ADDED_KEYS}
-        own["state"] = {numbers.get(key, key): value for key, value in tree["state"].items()}
-        own["param_groups"] = [
-            {**group, "params": [numbers[name] for name in names]}
-            for group, names in zip(tree["param_groups"], groups, strict=True)
-        ]
-        return own
+        return numbered(tree, numbers)
 
     @staticmethod
     def groups_of(tree: Any) -> list[list[str]] | None:
@@ -326,11 +302,9 @@ class OptimizerProvider:
         try:
             state_dict = self._optimizer.state_dict()
         except KeyError as error:
-            if not self._has_strays():
-                raise
             raise StateError(
-                f"{self.section}: the optimizer has state of parameters that are in none of its "
-                "groups",
+                f"{self.section}: its state_dict() fails ({error!r}): the optimizer may have state "
+                "of parameters that are in none of its groups",
                 hint="remove it: optimizer.state.pop(parameter)",
             ) from error
         try:
@@ -425,22 +399,14 @@ class OptimizerProvider:
         return notes
 
     def _load(self, tree: Mapping[str, Any]) -> None:
-        named = self._parameters(self._names.now())
-        numbers = {name: index for index, (name, _) in enumerate(named)}
-        state = {numbers.get(key, key): value for key, value in tree["state"].items()}
-        groups = [
-            {**group, "params": [numbers[name] for name, _ in group["params"]]}
-            for group in tree["param_groups"]
-        ]
-        own = {key: value for key, value in tree.items() if key not in _ADDED_KEYS}
+        numbers = self._numbers()
         forms = {numbers[name]: keys for name, keys in _forms_of(tree).items() if name in numbers}
-        load_exactly(self._optimizer, {**own, "state": state, "param_groups": groups}, forms)
+        load_exactly(self._optimizer, numbered(tree, numbers), forms)
 
-    def _has_strays(self) -> bool:
-        groups = self._optimizer.param_groups
-        listed = {id(parameter) for group in groups for parameter in group["params"]}
-        keys = (key for key in self._optimizer.state if isinstance(key, torch.Tensor))
-        return any(id(key) not in listed for key in keys)
+    def _numbers(self) -> dict[str, int]:
+        """Return torch's numbers of the parameters, by name."""
+        named = self._parameters(self._names.now())
+        return {name: index for index, (name, _) in enumerate(named)}
 
     def _parameters(self, names: Mapping[int, str]) -> list[NamedShape]:
         """Return ``(name, shape)`` of all parameters in the order in which torch numbers them.
@@ -517,6 +483,18 @@ class OptimizerProvider:
         if not problems and list(saved) != list(live):  # LBFGS has one state for all, in order
             problems.append((where, f"saved in the order {list(saved)}, live {list(live)}"))
         return problems
+
+
+def numbered(tree: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Return a saved tree in the form of torch's ``state_dict()``, with these numbers of
+    parameters."""
+    own = {key: value for key, value in tree.items() if key not in _ADDED_KEYS}
+    own["state"] = {numbers.get(key, key): value for key, value in tree["state"].items()}
+    own["param_groups"] = [
+        {**group, "params": [numbers[name] for name, _ in group["params"]]}
+        for group in tree["param_groups"]
+    ]
+    return own
 
 
 def _name_in_torch(optimizer: Optimizer) -> str | None:

@@ -11,13 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, OrderedDict
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -27,21 +21,9 @@ from torch.nn.parameter import is_lazy
 from everstep.errors import FormatError
 from everstep.seams.memory import WritableMemory, copy_memory
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import (
-    RNG_SECTION,
-)
-from everstep.state.providers.provider import (
-    RestorePlan,
-    Saved,
-    UnguardedProvider,
-    difference,
-    same_memory,
-)
-from everstep.state.survey.survey import (
-    DeferredTree,
-    SectionContents,
-    TensorBlock,
-)
+from everstep.state.layout.names import RNG_SECTION
+from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference, same_memory
+from everstep.state.survey.survey import DeferredTree, SectionContents, TensorBlock
 from everstep.state.values.generators import (
     GeneratorState,
     RngStates,
@@ -55,8 +37,7 @@ from everstep.state.values.generators import (
     why_not_made,
 )
 from everstep.state.values.objects import MAX_DEPTH, TensorRef, join_path
-
-__all__ = ["Occurrences", "PlainProvider", "RngProvider"]
+from everstep.state.values.tensors import address_of
 
 _IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -113,12 +94,24 @@ def _memory_of(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
         while isinstance(value.base, np.ndarray):
             value = value.base
         return int(value.__array_interface__["data"][0])
-    if is_lazy(value) or value.layout is not torch.strided:
-        return 0
-    return value.untyped_storage().data_ptr()
+    return address_of(value)
 
 
-class PlainProvider(UnguardedProvider):
+def held_memory(
+    groups: Iterable[Mapping[str, Any]], tensors: Iterable[torch.Tensor]
+) -> Callable[[torch.Tensor], bool]:
+    """Return a predicate: one of ``tensors``, or a group of an optimizer, has the memory of a
+    tensor."""
+    found = list(tensors)
+    for group in groups:
+        for value in group.values():
+            several = value if isinstance(value, (tuple, list)) else (value,)
+            found += (one for one in several if isinstance(one, torch.Tensor))
+    held = set(map(address_of, found)) - {0}
+    return lambda tensor: address_of(tensor) in held
+
+
+class PlainProvider(Provider):
     """Provider of plain data in the user's mapping.
 
     Args:
@@ -251,7 +244,7 @@ def _trained_flags(value: Any, *, of_module: bool = False) -> Iterator[bool]:
             yield from _trained_flags(item, of_module=of_module)
 
 
-class RngProvider(UnguardedProvider):
+class RngProvider(Provider):
     """Provider of the random generators of the process: Python, NumPy, torch, and the CUDA
     devices in use."""
 

@@ -1,4 +1,4 @@
-"""The protocol of state providers, and restore plans.
+"""The base class of state providers, and restore plans.
 
 A provider collects a tree with live tensors in it, decides which saved entries can be read straight
 into live memory and which do not match, and takes the loaded tree back.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,64 +16,48 @@ from everstep.state.layout.entries import Entry
 from everstep.state.survey.survey import SectionContents, TensorBlock, inspect_tree
 from everstep.state.values.tensors import local_tensor, tensor_entry
 
-__all__ = [
-    "Provider",
-    "RestorePlan",
-    "Saved",
-    "UnguardedProvider",
-    "describe",
-    "difference",
-    "same_memory",
-]
 
+class Provider:
+    """Provider of one section of the state.
 
-class Provider(Protocol):
-    """Provider of one section of the state."""
-
-    section: str
-
-    def collect(self) -> Any:
-        """Return the section as a tree with live tensors in it; nothing is copied."""
-        ...
-
-    def look(self) -> SectionContents:
-        """Return the current contents of the section, reusing unchanged ones.
-
-        Raises:
-            UnsupportedStateError: some leaves cannot be stored; lists all of them.
-        """
-        ...
-
-    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
-        """Compare with a saved section. ``live`` are the section's live tensors by entry name."""
-        ...
-
-    def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        """Take the loaded tree; return descriptions of everything that could not be restored."""
-        ...
-
-
-def describe(entry: Entry) -> str:
-    """Return an entry's dtype and shape for messages: ``F32 [2, 3]``."""
-    return f"{entry.logical_dtype or entry.dtype} {list(entry.shape)}"
-
-
-class UnguardedProvider:
-    """Base of providers that collect their section anew each time; such sections are small."""
+    Attributes:
+        section: key in the state dict.
+    """
 
     section: str
     _blocks: tuple[TensorBlock, ...] = ()  # found last
 
     def collect(self) -> Any:
+        """Return the section as a tree with live tensors in it; nothing is copied."""
         raise NotImplementedError
 
     def look(self) -> SectionContents:
+        """Return the current contents of the section, reusing unchanged ones.
+
+        Here it is collected anew each time, as most sections are small.
+
+        Raises:
+            UnsupportedStateError: some leaves cannot be stored; lists all of them.
+        """
         return self._look_at(self.collect())
 
     def _look_at(self, collected: Any) -> SectionContents:
         part = inspect_tree(collected, self.section, self._blocks)
         self._blocks = part.blocks
         return part
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        """Compare with a saved section. ``live`` are the section's live tensors by entry name."""
+        raise NotImplementedError
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        """Take the loaded tree; return descriptions of everything that could not be restored."""
+        raise NotImplementedError
+
+
+def describe(entry: Entry) -> str:
+    """Return an entry's dtype and shape for messages: ``F32 [2, 3]``."""
+    return f"{entry.logical_dtype or entry.dtype} {list(entry.shape)}"
 
 
 def difference(entry: Entry, tensor: torch.Tensor, *, dtype: bool = True) -> str | None:

@@ -25,16 +25,8 @@ from everstep.state.loaders.positions import (
     loader_within,
     same_values,
 )
-from everstep.state.providers.provider import RestorePlan, Saved, UnguardedProvider, difference
+from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference
 from everstep.state.values.tensors import is_dtensor
-
-__all__ = [
-    "LoaderProvider",
-    "Stateful",
-    "StatefulProvider",
-    "has_inspected_gradients",
-    "restores_data",
-]
 
 
 @runtime_checkable
@@ -46,7 +38,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-class StatefulProvider(UnguardedProvider):
+class StatefulProvider(Provider):
     """Provider of an object with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
@@ -167,7 +159,7 @@ class LoaderProvider(StatefulProvider):
         super().__init__(section, value)
         self._loader: Any = loader_within(value)
         self._outer: Any = None if self._loader is value else value
-        follow_existing(self._loader, POSITIONS)
+        follow_existing(self._loader)
 
     @staticmethod
     def takes(value: object) -> bool:

@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 from everstep.errors import UnsupportedStateError
 from everstep.state.layout.placement import Placement
 from everstep.state.providers.modules import ParameterNames
-from everstep.state.providers.optimizers import NamedShape, OptimizerProvider
+from everstep.state.providers.optimizers import NamedShape, OptimizerProvider, numbered
 from everstep.state.providers.provider import RestorePlan, Saved
 from everstep.state.survey.ownership import OwnedMemory, owned_memory_of
-
-__all__ = ["PARTITIONED", "ZeroProvider", "is_zero", "local_optimizer"]
 
 PARTITIONED = "everstep/partitioned"
 """Key of an optimizer's tree: the ranks over which its state is distributed, as text."""
@@ -92,15 +90,9 @@ class ZeroProvider(OptimizerProvider):
         return plan
 
     def _load(self, tree: Mapping[str, Any]) -> None:
-        named = self._parameters(self._names.now())
-        numbers = {name: index for index, (name, _) in enumerate(named)}
-        state = {numbers[name]: values for name, values in tree["state"].items()}
-        groups = [
-            {**group, "params": [numbers[name] for name, _ in group["params"]]}
-            for group in tree["param_groups"]
-        ]
+        own = numbered(tree, self._numbers())
         self._zero.optim.state.clear()
-        self._zero.load_state_dict({"state": state, "param_groups": groups})
+        self._zero.load_state_dict({key: own[key] for key in ("state", "param_groups")})
         self._zero.state.clear()  # load_state_dict() makes a second copy that is never used
 
     def _holding_now(self) -> OwnedMemory:

@@ -20,13 +20,6 @@ from everstep.state.survey.guards import canonical_key
 if TYPE_CHECKING:
     from everstep.state.training_state import State
 
-__all__ = [
-    "ddp_replicas",
-    "find_ddp",
-    "reduced_parameter_ids",
-    "refuse_divergent_updates",
-]
-
 
 def ddp_replicas(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[str]]:
     """Return the ranks that keep a module's parameters equal, and the keys of the parameters

@@ -36,13 +36,11 @@ import torch
 from torch import distributed, nn
 
 from everstep.state.layout.names import RESERVED
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.provider import Provider, RestorePlan, Saved, UnguardedProvider
+from everstep.state.providers.modules import ModuleProvider, named_parameters
+from everstep.state.providers.provider import Provider, RestorePlan, Saved
 from everstep.state.survey.survey import SectionContents
-from everstep.state.values.objects import Encoded, encode, join_path
+from everstep.state.values.objects import Encoded, encode
 from everstep.state.values.referrers import find_referrers
-
-__all__ = ["BUCKETS_SECTION", "DDPBuckets"]
 
 _log = logging.getLogger("everstep")
 
@@ -77,7 +75,7 @@ class _Order:
     numbers: tuple[int, ...] | None
 
 
-class DDPBuckets(UnguardedProvider):
+class DDPBuckets(Provider):
     """Provider of the bucket order of all DDPs that train parameters of a state, for more than two
     ranks.
 
@@ -241,12 +239,7 @@ class DDPBuckets(UnguardedProvider):
             return
         if distributed.get_world_size() < _RANKS_MIN:
             return
-        names = {
-            id(parameter): join_path(section, key)
-            for section, provider in self._providers.items()
-            if isinstance(provider, ModuleProvider)
-            for key, parameter in provider.named_parameters()
-        }
+        names = {id(parameter): name for name, parameter in named_parameters(self._providers)}
         kind = nn.parallel.DistributedDataParallel
         modules = [p.outer for p in self._providers.values() if isinstance(p, ModuleProvider)]
         inside: list[Any] = [m for outer in modules for m in outer.modules() if isinstance(m, kind)]

@@ -7,7 +7,7 @@ share. Each rank computes the assignment by itself, from the parameters, their s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,23 +16,12 @@ import xxhash
 
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.zero import ZeroProvider
-from everstep.state.ranks.writers import WriterAssignment, balance, find_replication
+from everstep.state.ranks.writers import balance, find_replication
 from everstep.state.values.objects import join_path
 from everstep.state.values.tensors import LocalShard, is_dtensor
 
 if TYPE_CHECKING:
     from everstep.state.training_state import State
-
-__all__ = [
-    "LogShare",
-    "bytes_logged_elsewhere",
-    "log_shares",
-    "names_digest",
-    "other_logs_needed",
-    "parameter_logged_twice",
-    "updated_elsewhere",
-    "zero_parameter_written_elsewhere",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,52 +43,29 @@ def log_shares(state: State) -> dict[str, dict[str, LogShare]]:
     """Return the assignments by optimizer and parameter name.
 
     If a keeper follows the log (``docs/design/log.md``), the rank that writes a parameter in a base
-    also
-    records its gradients, so each disk has all of them.
+    also records its gradients, so each disk has all of them.
     """
-    units: dict[tuple[int, ...], dict[str, int]] = {}
-    taught: set[str] = set()
-    shared: dict[str, dict[str, str]] = {}
-    by_rank: dict[str, dict[str, LogShare]] = {}
-    for alike in _replicated_parameters(state):
-        entry = alike.entry
-        parameter = alike.parameter
-        if alike.owner is not None:
-            size_bytes = parameter.numel() * parameter.element_size()
-            part = LogShare(alike.ranks, alike.owner, size_bytes if parameter.requires_grad else 0)
-            by_rank.setdefault(alike.key, {})[alike.name] = part
-            continue
-        units.setdefault(alike.ranks, {})[entry] = parameter.numel() * parameter.element_size()
-        taught |= {entry} if parameter.requires_grad else set()
-        shared.setdefault(alike.key, {})[alike.name] = entry
+    replicated = list(_replicated_parameters(state))
+    assigned: dict[str, tuple[tuple[int, ...], int]] = {}
     if state.ranks.followed and state.sharing is not None:
-        return by_rank | _shares_as_written(state.sharing, units, taught, shared)
-    parts = {
-        entry: LogShare(ranks, owner, sizes[entry] if entry in taught else 0)
-        for ranks, sizes in units.items()
-        for entry, owner in balance([(-size, e) for e, size in sizes.items()], ranks).items()
-    }
-    found = {key: {name: parts[e] for name, e in named.items()} for key, named in shared.items()}
-    return by_rank | found
-
-
-def _shares_as_written(
-    sharing: WriterAssignment,
-    units: Mapping[tuple[int, ...], Mapping[str, int]],
-    taught: Collection[str],
-    shared: Mapping[str, Mapping[str, str]],
-) -> dict[str, dict[str, LogShare]]:
-    """Assign gradients to the ranks that write the parameters in bases."""
-    parts = {
-        entry: LogShare(*sharing.split_of(entry), size if entry in taught else 0)
-        for sizes in units.values()
-        for entry, size in sizes.items()
-    }
-    found = {
-        key: {name: parts[entry] for name, entry in named.items() if len(parts[entry].ranks) > 1}
-        for key, named in shared.items()
-    }
-    return {key: named for key, named in found.items() if named}
+        assigned = {
+            one.entry: state.sharing.split_of(one.entry) for one in replicated if one.owner is None
+        }
+    else:
+        units: dict[tuple[int, ...], dict[str, int]] = {}
+        for one in replicated:
+            if one.owner is None:
+                units.setdefault(one.ranks, {})[one.entry] = -one.size_bytes
+        for ranks, sizes in units.items():
+            owners = balance([(size, entry) for entry, size in sizes.items()], ranks)
+            assigned |= {entry: (ranks, owner) for entry, owner in owners.items()}
+    found: dict[str, dict[str, LogShare]] = {}
+    for one in replicated:
+        ranks, owner = assigned[one.entry] if one.owner is None else (one.ranks, one.owner)
+        if one.owner is not None or len(ranks) > 1:
+            size_bytes = one.size_bytes if one.parameter.requires_grad else 0
+            found.setdefault(one.key, {})[one.name] = LogShare(ranks, owner, size_bytes)
+    return found
 
 
 class _ReplicatedParameter(NamedTuple):
@@ -120,6 +86,11 @@ class _ReplicatedParameter(NamedTuple):
     parameter: torch.Tensor
     ranks: tuple[int, ...]
     owner: int | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a gradient."""
+        return self.parameter.numel() * self.parameter.element_size()
 
 
 def _replicated_parameters(state: State) -> Iterator[_ReplicatedParameter]:

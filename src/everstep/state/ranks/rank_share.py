@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.state.layout.placement import WHOLE, Placement
 from everstep.state.layout.replica_digest import ReplicaDigest, replica_digests
-from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.modules import ModuleProvider, named_parameters
 from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
 from everstep.state.providers.provider import Provider, RestorePlan
 from everstep.state.providers.stateful import StatefulProvider
@@ -27,10 +26,9 @@ from everstep.state.ranks.writers import WriterAssignment, find_replication
 from everstep.state.survey.survey import Shape, Survey, unsupported
 from everstep.state.values.objects import join_path
 
-__all__ = ["RankShare", "SkippedState", "skipped_replicas", "unsupported_module"]
-
 _Ranks = tuple[int, ...]
 _LISTED = 3
+_FSDP1 = "FullyShardedDataParallel is not supported; use torch.distributed.fsdp.fully_shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,61 +47,6 @@ class SkippedState:
     def words(self) -> tuple[str, ...]:
         """The first few of them in words, for messages to other ranks."""
         return tuple(f"{name}: {problem}" for name, problem in self.mismatches[:_LISTED])
-
-
-def skipped_replicas(
-    providers: Mapping[str, Provider],
-    sharing: WriterAssignment,
-    aliases: Mapping[str, str],
-    plans: Mapping[str, RestorePlan],
-    taken: Mapping[str, str],
-) -> tuple[ReplicaDigest, ...]:
-    """Return digests of skipped parameters and optimizers that are replicated, with all objects
-    that set their rates.
-
-    Args:
-        providers: providers by section.
-        sharing: the writers of all entries.
-        aliases: ``other name -> entry name``.
-        plans: restore plans by section.
-        taken: entries for which ranks had saved different values -> the saved rank that this one
-            restores.
-    """
-    lines: dict[tuple[_Ranks, str], list[str]] = {}
-
-    def say(ranks: frozenset[int], section: str, line: str) -> None:
-        if len(ranks) > 1:
-            lines.setdefault((tuple(sorted(ranks)), section), []).append(line)
-
-    holders: dict[int, frozenset[int]] = {}  # by id of a parameter
-    for section, provider in providers.items():
-        if not isinstance(provider, ModuleProvider):
-            continue
-        plan = plans[section]
-        for key, parameter in provider.named_parameters():
-            name = join_path(section, key)
-            ranks = holders.setdefault(id(parameter), sharing.ranks_of(aliases.get(name, name)))
-            if plan.left_out or key not in plan.tree:
-                say(ranks, section, name)
-    updated: dict[int, set[frozenset[int]]] = {}  # by id of an optimizer
-    for section, provider in providers.items():
-        if not isinstance(provider, OptimizerProvider):
-            continue
-        groups = updated.setdefault(id(provider.optimizer), set())
-        for name, trained in provider.named():
-            ranks = holders.get(id(trained), frozenset())
-            groups.add(ranks)
-            if plans[section].left_out:
-                say(ranks, section, name)
-    for section, provider in providers.items():
-        # A new rank starts without rank-local state of its own: that is not a mismatch.
-        if isinstance(provider, StatefulProvider) and plans[section].mismatches:
-            for ranks in _ranks_scheduled_by(provider.value, updated):
-                say(ranks, section, section)
-    for name, whose in taken.items():
-        ranks = sharing.ranks_of(sharing.unit_of(aliases.get(name, name)))
-        say(ranks, name.partition("/")[0], f"{name} {whose}")
-    return replica_digests(lines)
 
 
 def _ranks_scheduled_by(
@@ -171,9 +114,7 @@ class RankShare:
         aliases = survey.shape.aliases
         providers = self._providers
         sharing = self._sharing(survey.shape)
-        modules = [p for p in providers.values() if isinstance(p, ModuleProvider)]
-        keys = [join_path(p.section, key) for p in modules for key, _ in p.named_parameters()]
-        parameters = {aliases.get(key, key) for key in keys}
+        parameters = {aliases.get(name, name) for name, _ in named_parameters(providers)}
         alone = frozenset({self._ranks.rank})
 
         def of(name: str) -> tuple[str, frozenset[int]] | None:
@@ -190,12 +131,52 @@ class RankShare:
     def left_out(
         self, survey: Survey, plans: Mapping[str, RestorePlan], taken: Mapping[str, str]
     ) -> tuple[ReplicaDigest, ...]:
-        """See :meth:`everstep.state.training_state.State.left_out`."""
-        if self._ranks.world == 1:
-            return ()
+        """Return digests of skipped parameters and optimizers that are replicated, with all objects
+        that set their rates.
+
+        Args:
+            survey: the survey.
+            plans: restore plans by section.
+            taken: entries for which ranks had saved different values -> the saved rank that this
+                one restores.
+        """
         sharing = self._sharing(survey.shape)
         aliases = survey.shape.aliases
-        return skipped_replicas(self._providers, sharing, aliases, plans, taken)
+        lines: dict[tuple[_Ranks, str], list[str]] = {}
+
+        def say(ranks: frozenset[int], section: str, line: str) -> None:
+            if len(ranks) > 1:
+                lines.setdefault((tuple(sorted(ranks)), section), []).append(line)
+
+        holders: dict[int, frozenset[int]] = {}  # by id of a parameter
+        for section, provider in self._providers.items():
+            if not isinstance(provider, ModuleProvider):
+                continue
+            plan = plans[section]
+            for key, parameter in provider.named_parameters():
+                name = join_path(section, key)
+                ranks = holders.setdefault(id(parameter), sharing.ranks_of(aliases.get(name, name)))
+                if plan.left_out or key not in plan.tree:
+                    say(ranks, section, name)
+        updated: dict[int, set[frozenset[int]]] = {}  # by id of an optimizer
+        for section, provider in self._providers.items():
+            if not isinstance(provider, OptimizerProvider):
+                continue
+            groups = updated.setdefault(id(provider.optimizer), set())
+            for name, trained in provider.named():
+                ranks = holders.get(id(trained), frozenset())
+                groups.add(ranks)
+                if plans[section].left_out:
+                    say(ranks, section, name)
+        for section, provider in self._providers.items():
+            # A new rank starts without rank-local state of its own: that is not a mismatch.
+            if isinstance(provider, StatefulProvider) and plans[section].mismatches:
+                for ranks in _ranks_scheduled_by(provider.value, updated):
+                    say(ranks, section, section)
+        for name, whose in taken.items():
+            ranks = sharing.ranks_of(sharing.unit_of(aliases.get(name, name)))
+            say(ranks, name.partition("/")[0], f"{name} {whose}")
+        return replica_digests(lines)
 
     def _share_of(self, shape: Shape) -> Shape:
         self._refuse(shape)
@@ -228,20 +209,16 @@ class RankShare:
             if ranks is not None and max(ranks) >= world:
                 where = f"distributed over {len(ranks)} ranks, up to rank {max(ranks)}"
                 leaves.append((entry.name, f"{where}; everstep was given {world} rank(s)"))
-        if world > 1:
-            for section, provider in self._providers.items():
-                if isinstance(provider, ModuleProvider) and (
-                    why := unsupported_module(provider.outer)
-                ):
-                    leaves.append((section, why))
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not in use
+        if world > 1 and fsdp is not None:
+            leaves += [
+                (section, _FSDP1)
+                for section, provider in self._providers.items()
+                if isinstance(provider, ModuleProvider)
+                and any(
+                    isinstance(part, fsdp.FullyShardedDataParallel)
+                    for part in provider.outer.modules()
+                )
+            ]
         if leaves:
             raise unsupported(leaves)
-
-
-def unsupported_module(module: nn.Module) -> str | None:
-    """Return the reason why several ranks cannot save a module; None if they can."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not in use
-    kind = None if fsdp is None else fsdp.FullyShardedDataParallel
-    if kind is not None and any(isinstance(part, kind) for part in module.modules()):
-        return "FullyShardedDataParallel is not supported; use torch.distributed.fsdp.fully_shard"
-    return None

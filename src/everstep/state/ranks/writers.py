@@ -27,8 +27,6 @@ from everstep.state.ranks import ddp
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.values.objects import join_path
 
-__all__ = ["EntryReplicas", "Replication", "WriterAssignment", "balance", "find_replication"]
-
 _Ranks = tuple[int, ...]
 
 

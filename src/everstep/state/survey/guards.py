@@ -28,13 +28,6 @@ from everstep.state.survey.ownership import OwnedMemory
 from everstep.state.survey.survey import PLAIN_TENSORS, SectionContents, same_objects
 from everstep.state.values.objects import Encoded, TensorRef, encode
 
-__all__ = [
-    "ModuleGuard",
-    "OptimizerGuard",
-    "TensorGuard",
-    "canonical_key",
-]
-
 
 def _is_torchs_own(function: object, names: frozenset[str]) -> bool:
     """Return True if ``function`` is defined by torch, not replaced, and uses no names but

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,21 +30,6 @@ from torch.optim import Optimizer
 from everstep.errors import OptionError, StateError
 from everstep.state.values.objects import MAX_DEPTH
 from everstep.state.values.tensors import local_tensor, why_not_storable
-
-__all__ = [
-    "AddressRanges",
-    "DeclaredUpdate",
-    "Memory",
-    "OwnedMemory",
-    "Owner",
-    "OwnershipIndex",
-    "OwnershipRules",
-    "assign_owners",
-    "memory_of",
-    "owned_memory_of",
-    "updated_tensors",
-]
-
 
 DeclaredUpdate = Callable[[], object]
 """A function that updates entries which no optimizer owns, from the state alone."""
@@ -254,15 +240,19 @@ class OwnershipIndex:
     def overlapping(self, others: Iterable[Memory]) -> set[Memory]:
         """Return the regions of ``others`` and of owned memory that share bytes with another of
         them."""
-        found: set[Memory] = set()
-        reaching: dict[torch.device, Memory] = {}  # whose end is the largest so far
-        for memory in sorted({*self._owned, *others}, key=lambda memory: memory.begin):
-            reached = reaching.get(memory.device)
-            if reached is not None and memory.begin < reached.end:
-                found |= {memory, reached}
-            if reached is None or memory.end > reached.end:
-                reaching[memory.device] = memory
-        return found
+        return set(chain.from_iterable(overlapping_pairs({*self._owned, *others})))
+
+
+def overlapping_pairs(memories: Iterable[Memory]) -> Iterator[tuple[Memory, Memory]]:
+    """Yield each region that shares bytes with one that begins before it, and the one of these
+    that reaches farthest."""
+    reaching: dict[torch.device, Memory] = {}  # whose end is the largest so far
+    for memory in sorted(memories, key=lambda memory: memory.begin):
+        reached = reaching.get(memory.device)
+        if reached is not None and memory.begin < reached.end:
+            yield memory, reached
+        if reached is None or memory.end > reached.end:
+            reaching[memory.device] = memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,20 +300,18 @@ class OwnershipRules:
             _check_callable(pattern, update)
         return cls(tuple(declared), tuple(static), updates)
 
-    def kinds(self, names: Iterable[str]) -> set[Literal["declared", "static"]]:
+    def kinds(self, names: Sequence[str]) -> set[Literal["declared", "static"]]:
         """Return the declared kinds of an entry with all these names."""
-        names = list(names)
         kinds: set[Literal["declared", "static"]] = set()
-        if any(_matches(pattern, name) for pattern in self.declared for name in names):
+        if any(_matches(pattern, names) for pattern in self.declared):
             kinds.add("declared")
-        if any(_matches(pattern, name) for pattern in self.static for name in names):
+        if any(_matches(pattern, names) for pattern in self.static):
             kinds.add("static")
         return kinds
 
-    def updates_of(self, names: Iterable[str]) -> list[str]:
+    def updates_of(self, names: Sequence[str]) -> list[str]:
         """Return the patterns with a function that match an entry with all these names."""
-        names = list(names)
-        return [p for p in self.updates if any(_matches(p, name) for name in names)]
+        return [pattern for pattern in self.updates if _matches(pattern, names)]
 
     def check_updates(self, patterns: Iterable[str]) -> None:
         """Check that each pattern has a function.
@@ -349,7 +337,7 @@ class OwnershipRules:
         names = list(names)
         for option, patterns in (("declared", self.declared), ("static", self.static)):
             for pattern in patterns:
-                if any(_matches(pattern, name) for name in names):
+                if _matches(pattern, names):
                     continue
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
                 raise OptionError(
@@ -417,22 +405,17 @@ def assign_owners(
 
 
 def _check_callable(pattern: str, update: DeclaredUpdate) -> None:
-    problem = None
-    if not callable(update):
-        problem = f"{update!r} is not a function"
-    else:
-        try:
-            inspect.signature(update).bind()
-        except TypeError as error:
-            problem = f"it cannot be called without arguments: {error}"
-        except ValueError:
-            pass  # a C function without a signature
-    if problem is not None:
+    try:
+        inspect.signature(update).bind()
+    except ValueError:
+        pass  # a C function without a signature
+    except TypeError as error:
         raise OptionError(
-            f"declared={{{pattern!r}: ...}}: {problem}",
+            f"declared={{{pattern!r}: ...}}: it cannot be called without arguments: {error}",
             hint='for example declared={"ema/*": lambda: ema.update_parameters(model)}',
-        )
+        ) from error
 
 
-def _matches(pattern: str, name: str) -> bool:
-    return pattern == name or fnmatchcase(name, pattern)
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    """Return True if a pattern matches one of these names."""
+    return any(pattern == name or fnmatchcase(name, pattern) for name in names)

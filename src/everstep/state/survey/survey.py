@@ -38,21 +38,6 @@ from everstep.state.values.tensors import (
 )
 from everstep.state.values.tree import split
 
-__all__ = [
-    "PLAIN_TENSORS",
-    "DeferredTree",
-    "SectionContents",
-    "Shape",
-    "Survey",
-    "SurveyBuilder",
-    "TensorBlock",
-    "inspect_tree",
-    "same_objects",
-    "storable_block",
-    "unsupported",
-]
-
-
 # A layout stays valid while objects grow or shrink by less than this, or by less than a quarter.
 _DRIFT_BYTES = 4096
 _DRIFT_SHARE = 4

@@ -20,21 +20,6 @@ import torch
 from everstep.errors import FormatError, UnavailableError
 from everstep.seams.fingerprint import cuda_in_use
 
-__all__ = [
-    "GeneratorState",
-    "RngStates",
-    "capture_rng",
-    "is_generator",
-    "kind_of",
-    "new_generator",
-    "numpy_rng_mismatch",
-    "preserve_rng",
-    "restore_rng",
-    "set_state",
-    "state_of",
-    "why_not_made",
-]
-
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _HOSTILE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -112,33 +97,35 @@ def new_generator(kind: str) -> Any:
     Raises:
         UnavailableError: this machine cannot create one.
     """
-    if reason := why_not_made(kind):
-        raise UnavailableError(reason)
     family, _, detail = kind.partition(" ")
-    if family == "torch.Generator":
-        return torch.Generator(device=detail)
     if family == "random.Random":
         return random.Random()
-    bits = getattr(np.random, detail)()
-    if family == "numpy.random.Generator":
-        return np.random.Generator(bits)
-    return np.random.RandomState(bits)
+    if family == "torch.Generator":
+        try:
+            return torch.Generator(device=detail)
+        except (RuntimeError, TypeError) as error:
+            why = str(error).splitlines()[0]
+            raise UnavailableError(f"no {kind} can be made on this machine: {why}") from error
+    numpys = {
+        "numpy.random.Generator": np.random.Generator,
+        "numpy.random.RandomState": np.random.RandomState,
+    }
+    if family not in numpys:
+        raise UnavailableError(
+            f"{kind!r} is not a random generator that this version of everstep supports"
+        )
+    if detail not in _BIT_GENERATORS:
+        raise UnavailableError(f"numpy has no bit generator {detail!r}")
+    return numpys[family](getattr(np.random, detail)())
 
 
 def why_not_made(kind: str) -> str | None:
     """Return the reason why this machine cannot create a generator of this kind; None: it can."""
-    family, _, detail = kind.partition(" ")
-    if family == "random.Random":
-        return None
-    if family == "torch.Generator":
-        try:
-            torch.Generator(device=detail)
-        except (RuntimeError, TypeError) as error:
-            return f"no {kind} can be made on this machine: {str(error).splitlines()[0]}"
-        return None
-    if family in ("numpy.random.Generator", "numpy.random.RandomState"):
-        return None if detail in _BIT_GENERATORS else f"numpy has no bit generator {detail!r}"
-    return f"{kind!r} is not a random generator that this version of everstep supports"
+    try:
+        new_generator(kind)
+    except UnavailableError as error:
+        return str(error)
+    return None
 
 
 class RngStates(NamedTuple):

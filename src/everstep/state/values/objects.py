@@ -53,11 +53,10 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import eq
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -69,31 +68,10 @@ from everstep.errors import FormatError, UnsupportedStateError
 from everstep.state.values.generators import GeneratorState
 from everstep.state.values.refusals import storage_advice
 
-__all__ = [
-    "COLLISIONS_MAX",
-    "FIXED",
-    "MAX_DEPTH",
-    "TAGS",
-    "Encoded",
-    "TensorRef",
-    "decode",
-    "encode",
-    "has_hash_collisions",
-    "is_fixed",
-    "is_plain",
-    "join_path",
-    "unsupported_leaves",
-]
-
 FIXED: Final = frozenset((type(None), bool, int, float))
 """Immutable types all of whose values can be stored."""
 
-COLLISIONS_MAX: Final = 256
-"""Maximum number of keys of a dict, or members of a set, with equal hashes; only crafted data has
-more."""
-
 _STR = frozenset((str,))
-_SECRETLY_HASHED = frozenset((str, bytes))
 _LEVELS = 8
 _TEXT_BYTES_MAX = 1 << 20
 
@@ -132,22 +110,6 @@ def is_fixed(value: Mapping[Any, Any]) -> bool:
         if kind not in FIXED and (kind is not tuple or not FIXED.issuperset(map(type, part))):
             return False
     return _is_named_plainly(value)
-
-
-def has_hash_collisions(keys: Collection[Any]) -> bool:
-    """Return True if more than :data:`COLLISIONS_MAX` of these keys or members have the same hash.
-
-    Inserting them into a dict would take quadratic time: minutes for a few megabytes.
-
-    Raises:
-        TypeError: one of them has no hash.
-    """
-    if len(keys) <= COLLISIONS_MAX or _SECRETLY_HASHED.issuperset(kinds := set(map(type, keys))):
-        return False
-    if kinds == {int} and max(map(abs, keys)) < sys.hash_info.modulus:
-        return False  # their own hashes, but for -1
-    hashes = sorted(map(hash, keys))
-    return any(map(eq, hashes, hashes[COLLISIONS_MAX:]))
 
 
 def _is_named_plainly(value: Mapping[Any, Any]) -> bool:
@@ -300,8 +262,6 @@ def _pairs(value: Mapping[Any, Any]) -> list[Any]:
 def _build_unique(kind: Any, parts: list[Any]) -> object:
     """Build a set from members, or a dict from alternating keys and values; refuse duplicates."""
     of_pairs = issubclass(kind, dict)
-    if has_hash_collisions(parts[::2] if of_pairs else parts):
-        raise ValueError(f"more than {COLLISIONS_MAX} keys or members have the same hash")
     unique = dict(zip(parts[::2], parts[1::2], strict=True)) if of_pairs else set(parts)
     if len(unique) * (2 if of_pairs else 1) != len(parts):
         raise ValueError("a key or member is there twice")
@@ -387,7 +347,6 @@ _FORMS = (
 _MARKERS = {form.tag: msgpack.ExtType(form.tag, b"") for form in _FORMS}
 _BY_TAG = {form.tag: form for form in _FORMS}
 _BY_TYPE = {form.kind: form for form in _FORMS} | dict.fromkeys(_NUMPY_SCALARS, _BY_TAG[36])
-_HASHED = frozenset((dict, OrderedDict, Counter, set, frozenset))
 _CONTAINERS = {form.kind for form in _FORMS if form.tag < 32} | {list, dict}
 
 TAGS: Mapping[str, int] = MappingProxyType({form.name: form.tag for form in _FORMS})
@@ -503,9 +462,6 @@ class _Walker:
             self.found.append((path, role + reason))
             return 0
         height = 1
-        if type(value) in _HASHED and has_hash_collisions(value):
-            reason = f"more than {COLLISIONS_MAX} keys or members have the same hash"
-            self.found.append((path, role + reason))
         self._heights[id(value)] = _INSIDE
         for key, part, part_role in _children(value):
             if type(part) not in _NATIVE:

@@ -11,8 +11,6 @@ import gc
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["find_referrers"]
-
 
 def find_referrers(values: Iterable[object], *kinds: type, depth: int) -> list[Any]:
     """Return the objects of some classes that refer to one of ``values``, directly or through dicts

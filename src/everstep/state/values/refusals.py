@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["copied_state_dict_owner", "storage_advice"]
-
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, ModuleType)
 _BASES = (OrderedDict, Counter, dict, list, tuple, set, frozenset, deque, bytes, bytearray)
 _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for types with an attribute

@@ -19,36 +19,12 @@ from everstep.seams.memory import memory_at
 from everstep.state.layout.entries import DTYPE_NAMES, Entry
 from everstep.state.layout.placement import Box, Cut, Placement, box_on_mesh
 
-__all__ = [
-    "DTYPE_CODES",
-    "LocalShard",
-    "byte_view",
-    "dtensor_like",
-    "dtensor_over",
-    "dtype_code",
-    "empty_like_entry",
-    "host_bytes",
-    "is_dtensor",
-    "local_box",
-    "local_tensor",
-    "same_strides",
-    "shard_entry",
-    "tensor_entry",
-    "torch_dtype",
-    "why_not_storable",
-]
-
 DTYPE_CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for code, (name, _) in DTYPE_NAMES.items() if hasattr(torch, name)
 }
 """The safetensors code of every torch dtype that has one in this build of torch."""
 
 _TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
-
-
-def dtype_code(dtype: torch.dtype) -> str | None:
-    """Return the safetensors code of ``dtype``, or None if it has none."""
-    return DTYPE_CODES.get(dtype)
 
 
 def torch_dtype(code: str) -> torch.dtype:
@@ -157,6 +133,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if it has none yet, or none of its own."""
+    local = local_tensor(tensor)
+    if is_lazy(local) or local.layout is not torch.strided:
+        return 0
+    return local.untyped_storage().data_ptr()
+
+
 @dataclass(frozen=True, slots=True)
 class LocalShard:
     """The shard of a DTensor that this rank holds.
@@ -217,19 +201,6 @@ def shard_entry(name: str, tensor: torch.Tensor, part: LocalShard) -> Entry:
         global_offset=(*box.offset, *(0 for _ in pairs)),
         placement=part.placement.text,
     )
-
-
-def dtensor_like(template: torch.Tensor, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor placed as ``template`` is, whose local tensor is ``local``.
-
-    Args:
-        template: a DTensor.
-        entry: entry of the global tensor; of the template's shape.
-        local: this rank's local tensor.
-    """
-    shape = tuple(template.shape)
-    assert entry.global_shape[: len(shape)] == shape
-    return dtensor_over(template, local)
 
 
 def dtensor_over(template: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

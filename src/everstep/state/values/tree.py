@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,24 +22,25 @@ from everstep.state.values.generators import (
 from everstep.state.values.objects import MAX_DEPTH, TensorRef, decode, encode, join_path
 from everstep.state.values.tensors import is_dtensor
 
-__all__ = ["join", "references", "split"]
-
 _IMMUTABLE = frozenset(
     (type(None), bool, int, float, complex, str, bytes, TensorRef, GeneratorState)
 )
 _NESTED = frozenset((dict, OrderedDict, Counter, list, tuple, deque, slice))
 
 
-def split(value: object, name: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> object:
+def split(
+    value: object, name: str, tensors: dict[str, torch.Tensor] | None, depth: int = 0
+) -> object:
     """Replace every tensor in ``value`` by a :class:`TensorRef`.
 
     All mutable data but tensors is copied, so later changes do not reach the tree. Objects that
-    cannot be stored are kept as they are.
+    cannot be stored are kept as they are; so are tensors in other containers than dicts, lists and
+    tuples.
 
     Args:
         value: nested state.
         name: path of ``value`` in the state; becomes the front of the entries' names.
-        tensors: receives the tensors, detached, by name.
+        tensors: receives the tensors, detached, by name; None: they are kept as they are.
         depth: number of containers around ``value``.
 
     Raises:
@@ -48,30 +50,52 @@ def split(value: object, name: str, tensors: dict[str, torch.Tensor], depth: int
     if kind in _IMMUTABLE:
         return value
     if isinstance(value, torch.Tensor):
-        unique = name
-        number = 2
-        while unique in tensors:  # keys 0 and "0" in one dict share a path
-            unique = f"{name}~{number}"
-            number = number + 1
-        tensors[unique] = value if is_lazy(value) or _is_detached_dtensor(value) else value.detach()
-        return TensorRef(unique)
-    if kind not in (dict, OrderedDict, list, tuple):
-        return _copied(value, name, depth)
+        return value if tensors is None else _reference(value, name, tensors)
+    if kind in (np.ndarray, set, bytearray):
+        return value.copy()  # type: ignore[attr-defined]  # members of a set do not change
+    if kind not in _NESTED:
+        if is_generator(value):
+            return GeneratorState(kind_of(value), encode(state_of(value), name))
+        return value
     _check_depth(name, depth)
+    inside = tensors if kind in (dict, OrderedDict, list, tuple) else None
 
     def child(key: object, item: object) -> object:
         if type(item) in _IMMUTABLE:
             return item
-        return split(item, join_path(name, key), tensors, depth + 1)
+        return split(item, join_path(name, key), inside, depth + 1)
 
-    if isinstance(value, (dict, OrderedDict)):
+    return _rebuilt(value, child)
+
+
+def _reference(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> TensorRef:
+    unique = name
+    number = 2
+    while unique in tensors:  # keys 0 and "0" in one dict share a path
+        unique = f"{name}~{number}"
+        number = number + 1
+    tensors[unique] = tensor if is_lazy(tensor) or _is_detached_dtensor(tensor) else tensor.detach()
+    return TensorRef(unique)
+
+
+def _rebuilt(value: object, child: Callable[[object, object], object]) -> object:
+    """Return a container like ``value`` of the results of ``child`` for each key and item."""
+    kind: Any = type(value)
+    if isinstance(value, Counter):
+        copy: Counter[Any] = Counter()  # which would count pairs
+        dict.update(copy, {key: child(key, item) for key, item in value.items()})
+        return copy
+    if isinstance(value, dict):
         if _IMMUTABLE.issuperset(map(type, value.values())):
             return value.copy()
-        return type(value)((key, child(key, item)) for key, item in value.items())
-    assert isinstance(value, (list, tuple))
-    if _IMMUTABLE.issuperset(map(type, value)):
-        return type(value)(value)
-    return type(value)(child(index, item) for index, item in enumerate(value))
+        return kind((key, child(key, item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice(*(child(key, getattr(value, key)) for key in ("start", "stop", "step")))
+    assert isinstance(value, (list, tuple, deque))
+    if kind is not deque and _IMMUTABLE.issuperset(map(type, value)):
+        return kind(value)
+    items = (child(index, item) for index, item in enumerate(value))
+    return deque(items, value.maxlen) if isinstance(value, deque) else kind(items)
 
 
 def _is_detached_dtensor(tensor: torch.Tensor) -> bool:
@@ -81,32 +105,6 @@ def _is_detached_dtensor(tensor: torch.Tensor) -> bool:
     tensor.
     """
     return is_dtensor(tensor) and not tensor.requires_grad
-
-
-def _copied(value: object, name: str, depth: int) -> object:
-    """Return a copy that later changes of ``value`` do not reach; tensors inside are not looked
-    for."""
-    kind = type(value)
-    if kind in (np.ndarray, set, bytearray):
-        return value.copy()  # type: ignore[attr-defined]  # members of a set do not change
-    if is_generator(value):
-        return GeneratorState(kind_of(value), encode(state_of(value), name))
-    if kind not in _NESTED:
-        return value
-    _check_depth(name, depth)
-
-    def child(key: object, item: object) -> object:
-        return item if type(item) in _IMMUTABLE else _copied(item, join_path(name, key), depth + 1)
-
-    if isinstance(value, dict):
-        copy = type(value)()
-        dict.update(copy, {key: child(key, item) for key, item in value.items()})
-        return copy
-    if isinstance(value, slice):
-        return slice(*(child(key, getattr(value, key)) for key in ("start", "stop", "step")))
-    assert isinstance(value, (list, tuple, deque))
-    items = (child(index, item) for index, item in enumerate(value))
-    return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
 
 
 def _check_depth(name: str, depth: int) -> None:

@@ -6,7 +6,7 @@ part when tensors were replaced by others of the same shape."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,7 @@ from everstep.capture.version_counters import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.link.capture import shard_offsets
+from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Shape, Survey
 
 __all__ = ["PlannedCopies", "PreparedBase", "prepare_base"]
@@ -37,6 +38,20 @@ class PlannedCopies:
     ends: Mapping[str, int]
     check: SpotCheck | None
     versions: Versions | None = None
+
+    @classmethod
+    def of(
+        cls,
+        batches: Sequence[Batch],
+        ends: Mapping[str, int],
+        layouts: Sequence[tuple[ShardLayout, int]],
+        tensors: Mapping[str, torch.Tensor],
+        names: Collection[str],
+    ) -> PlannedCopies:
+        """Return copies of the entries ``names``, with both checks; arguments as for
+        :class:`.SpotCheck`."""
+        check = SpotCheck(layouts, tensors, names) if names else None
+        return cls(batches, ends, check, Versions({name: tensors[name] for name in names}))
 
     @property
     def end(self) -> int:

@@ -39,7 +39,7 @@ from everstep.state.layout.shards import ShardLayout, overlaps
 from everstep.state.providers.zero import ZeroProvider, local_optimizer
 from everstep.state.ranks.log_shares import LogShare, log_shares, names_digest
 from everstep.state.training_state import State
-from everstep.state.values.tensors import byte_view, dtype_code, is_dtensor, local_tensor
+from everstep.state.values.tensors import DTYPE_CODES, byte_view, is_dtensor, local_tensor
 from everstep.state.values.tree import split
 
 __all__ = [
@@ -215,7 +215,7 @@ class InputReader:
             "optimizer": key,
             "kind": kind_name(kind),
             "groups": groups,
-            "default_dtype": dtype_code(torch.get_default_dtype()),
+            "default_dtype": DTYPE_CODES.get(torch.get_default_dtype()),
         }
         if tensors.compressed:
             about["compressed"] = tensors.compressed

@@ -34,7 +34,7 @@ from everstep.capture.lanes.cuda import on_cuda
 from everstep.capture.lanes.lane import Transfer
 from everstep.errors import DeadlineError
 from everstep.seams.gather import Gather
-from everstep.state.layout.lru import LayoutCache
+from everstep.state.layout.lru import LRUCache
 from everstep.state.layout.names import GRADIENT
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.providers.modules import unwrap
@@ -155,13 +155,15 @@ class _Sampled(NamedTuple):
     where: torch.Tensor
 
 
+_Places = tuple[ShardLayout, int, dict[int, Mapping[_SampleKind, _Sampled]]]
+"""A layout, the end of all gradients in it, and the elements to compare, by turn and kind."""
+
+
 class SamplePlaces:
     """Places of the compared elements, computed once for each layout of a record."""
 
     def __init__(self) -> None:
-        self._found = LayoutCache[
-            tuple[int, dict[int, Mapping[_SampleKind, _Sampled]]]
-        ]()  # by turn
+        self._found = LRUCache[int, _Places]()
 
     def of(
         self, gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
@@ -175,13 +177,13 @@ class SamplePlaces:
             turn: selects other gradients with each next number, if there are many.
         """
         turn %= -(-len(gradients) // _SAMPLED_GRADIENTS)
-        known = self._found.get(layout)
+        known = self._found.get(id(layout))
         if known is None:
             names = {name for name, _ in gradients}
             end = max(place.end for place in layout.placed if place.entry.name in names)
-            known = end, {}
-            self._found.add(layout, known)
-        end, turns = known
+            known = layout, end, {}
+            self._found.add(id(layout), known, len(layout.placed))
+        _, end, turns = known
         found = turns.get(turn)
         if found is None or not _devices_match(gradients, found):
             found = turns[turn] = _places_of(gradients, layout, turn)

@@ -26,7 +26,6 @@ import torch
 
 from everstep.capture.lanes.batches import Batch, Chunks, plan_batches
 from everstep.capture.lanes.lane import Lane
-from everstep.capture.version_counters import Versions
 from everstep.link.pool import CapturePool
 from everstep.link.recordable import state_digest
 from everstep.link.samples import Samples
@@ -203,6 +202,7 @@ class WindowPlan:
         tensors: Mapping[str, torch.Tensor],
     ) -> _Planned:
         batches: list[Batch] = []
+        layouts: list[tuple[ShardLayout, int]] = []
         ends: dict[str, int] = {}
         owners = self.prepared.shape.owners
         numbers = sorted(self._numbers[name] for name in names)
@@ -210,15 +210,13 @@ class WindowPlan:
             shard = self.prepared.shards[number]
             offset = self.prepared.offsets[number]
             places = tuple(shard.layout.placed[at] for _, at in some)
+            layouts.append((ShardLayout(places), offset))
             batches += plan_batches(ShardLayout(places), tensors, names, offset=offset)
             for place in places:
                 ends[owners[place.entry.name].optimizer or ""] = offset + place.end
-        # The spot check of the complete layout is shared by all partitions of it.
-        complete = self.prepared.copies(tensors).check if names else None
-        check = None if complete is None else complete.some(names)
         chunks = Chunks(batches, self.chunk_bytes)
-        versions = Versions({name: tensors[name] for name in names})
-        return _Planned(selected, chunks, PlannedCopies(chunks, ends, check, versions), tensors)
+        copies = PlannedCopies.of(chunks, ends, layouts, tensors, names)
+        return _Planned(selected, chunks, copies, tensors)
 
 
 def capturable_units(state: State, shape: Shape) -> list[Unit]:
