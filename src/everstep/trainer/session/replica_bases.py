@@ -79,6 +79,28 @@ class ReplicaBases(Participant):
         """True if bases are requested from the replica."""
         return self._expected and not self._off
 
+    def can_serve(self, *, exact: bool) -> bool:
+        """Return True if the base that is due is to be requested from the replica.
+
+        The replica of a new keeper responds only after it has applied its first step, which takes
+        as long as loading torch. If another request is still pending by then, the training process
+        captures the base, one at a time. This limits the number of steps that would be lost with
+        the keeper.
+
+        Args:
+            exact: True if the base must be of this very step, as for ``save()``. Such a base is
+                always requested.
+        """
+        if not self.follows or exact or self._several:
+            return self.follows
+        keeper = self._keeper
+        last = self._last
+        taken = self._taken
+        started = keeper is not None and keeper.replica_applied > 0
+        waits = last is not None and not last.durable.done()
+        busy = taken is not None and not taken.durable.done()
+        return started or busy or not waits
+
     def start(self, service: Service) -> None:
         """Begin with a new keeper or timeline, which has no replica yet."""
         self._keeper = service.process
@@ -96,7 +118,7 @@ class ReplicaBases(Participant):
     def take(self, request: BaseRequest) -> Save:
         """Request a base from the replica, or capture it where the replica cannot serve it."""
         identity = request.identity
-        if not request.captured and self.follows:
+        if not request.captured and self.can_serve(exact=request.show):
             survey = request.survey or self._state.survey()
             return self.request(identity, survey, exact=request.show)
         # The new base replaces the replica that pending requests are to be served from.
