@@ -268,7 +268,7 @@ def _decode(
 
 
 class _Place(msgspec.Struct):
-    """What safetensors says of an entry."""
+    """Type, shape and place of an entry, as safetensors records them."""
 
     dtype: str
     shape: _Sizes
