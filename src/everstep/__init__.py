@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from everstep import errors
     from everstep import options as options
     from everstep.checkpointer import Checkpointer
-    from everstep.config.options import Budget, KeeperOptions, LogOptions, Method, presets
+    from everstep.config.method import Method, presets
+    from everstep.config.options import Budget, KeeperOptions, LogOptions
     from everstep.errors import EverstepError
     from everstep.link.save import Save
     from everstep.look.load import load, peek
@@ -74,13 +75,13 @@ _WHERE = {
     "EverstepError": "errors",
     "KeeperOptions": "config.options",
     "LogOptions": "config.options",
-    "Method": "config.options",
+    "Method": "config.method",
     "Recovery": "restore.start.report",
     "Save": "link.save",
     "Stats": "trainer.session.stats",
     "load": "look.load",
     "peek": "look.load",
-    "presets": "config.options",
+    "presets": "config.method",
 }
 _MODULES = ("compress", "data", "errors", "options")
 

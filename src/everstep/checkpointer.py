@@ -14,13 +14,13 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.config.given import named
+from everstep.config.intervals import Every
+from everstep.config.method import Method
 from everstep.config.options import (
     Budget,
-    Every,
     FailurePolicy,
     KeeperOptions,
     LogOptions,
-    Method,
     Preemption,
     validate_options,
 )
@@ -45,8 +45,6 @@ from everstep.trainer.session.guards import (
 from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
 from everstep.trainer.session.session import open_session
 from everstep.trainer.session.stats import Stats
-
-__all__ = ["Checkpointer"]
 
 _live = weakref.WeakValueDictionary[tuple[PurePath, int], "Checkpointer"]()
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from everstep.config.intervals import Every, History
+from everstep.config.method import Method, presets
 from everstep.config.options import (
     ANNOUNCING,
     Budget,
-    Every,
     FailurePolicy,
-    History,
     KeeperOptions,
     LogOptions,
-    Method,
     Options,
     Preemption,
-    presets,
     validate_options,
 )
 

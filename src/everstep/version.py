@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["TORCH_MIN", "__version__", "is_too_old"]
-
 __version__ = "0.1.0"
 
 TORCH_MIN = (2, 6)

@@ -20,7 +20,8 @@ import torch
 
 from everstep import Checkpointer
 from everstep.compress.forms import INT8_BELOW
-from everstep.config.options import Budget, KeeperOptions, LogOptions, Method
+from everstep.config.method import Method
+from everstep.config.options import Budget, KeeperOptions, LogOptions
 from everstep.workloads import GPTConfig, Training, TrainingConfig, training_of
 from everstep.workloads.processes import interruptible
 from everstep_bench.convergence import LAST_STEPS, loss_on, texts

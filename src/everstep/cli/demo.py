@@ -11,8 +11,6 @@ import typer
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.paths import checked_path
 
-__all__ = ["demo"]
-
 
 def demo(
     steps: Annotated[int | None, typer.Option(help="Steps of each run (default 120).")] = None,

@@ -31,8 +31,6 @@ from everstep.cli.common.paths import absolute, kind_of
 from everstep.errors import OptionError
 from everstep.version import is_too_old
 
-__all__ = ["Check", "doctor"]
-
 _PAGE_BYTES = 4096
 _FREE_FAIL_BYTES = 64 << 20
 _FREE_WARN_BYTES = 5 << 30

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from everstep.run.scan import Inventory
     from everstep.seams.files.filesystem import DirEntry, FileSystem
 
-__all__ = ["du"]
 
 _ROWS_MAX = 50
 _KINDS = {

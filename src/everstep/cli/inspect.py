@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from everstep.seams.files.filesystem import FileSystem
     from everstep.state.layout.entries import Entry
 
-__all__ = ["inspect"]
 
 _ROWS_MAX = 1000
 _DEPTH_MAX = 16

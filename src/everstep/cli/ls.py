@@ -30,12 +30,6 @@ if TYPE_CHECKING:
     from everstep.run.scan import BaseFound, Inventory
     from everstep.seams.files.filesystem import FileSystem
 
-__all__ = [
-    "STATUS_WORDS",
-    "Choice",
-    "look",
-    "ls",
-]
 
 _ROWS_MAX = 50
 _PROBLEMS_MAX = 20

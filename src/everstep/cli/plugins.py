@@ -14,8 +14,6 @@ import typer
 from everstep.cli.common.errors import JsonFlag
 from everstep.errors import UnavailableError
 
-__all__ = ["GROUP", "add_plugged_in"]
-
 GROUP = "everstep.commands"
 
 # Named in --help even where everstep-bench is missing, so that users learn how to get them.

@@ -19,16 +19,6 @@ from everstep.errors import KeeperError, KeeperTimeoutError, UnavailableError
 if TYPE_CHECKING:
     from everstep.link.registry import KeeperInfo
 
-__all__ = [
-    "Status",
-    "duration_in_words",
-    "ps",
-    "registry_errors",
-    "request_status",
-    "request_statuses",
-    "running_keepers",
-    "steps_of",
-]
 
 _ANSWER_S = 1.0
 _ASKED_AT_ONCE = 32

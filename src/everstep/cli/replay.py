@@ -18,7 +18,6 @@ from everstep.errors import OptionError
 if TYPE_CHECKING:
     from everstep.restore.offline.rebuild import Change, Rebuilt
 
-__all__ = ["replay"]
 
 _ROWS_MAX = 30
 _DROP_MAX = 1_000_000

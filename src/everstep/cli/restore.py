@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from everstep.run.scan import Inventory
     from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["check_out", "given_up", "rebuilding", "restore", "write_run"]
 
 _TIMEOUT_S = 120.0
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from everstep.run.scan import BaseFound, Inventory
     from everstep.seams.files.filesystem import DirEntry, FileSystem
 
-__all__ = ["rm"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Plan:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from everstep.link.wire import Connection
     from everstep.seams.processes.processes import PidWatch
 
-__all__ = ["stop"]
 
 _ROUND_S = 0.1
 _EXIT_S = 5.0  # between giving the key up and the end of the process

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from everstep.seams.files.filesystem import FileSystem
     from everstep.seams.progress import ProgressSink
 
-__all__ = ["Checked", "check_base", "verify"]
 
 _DAMAGES_MAX = 200
 _TIMEOUT_S = 120.0

@@ -24,23 +24,6 @@ from everstep.commit.lineage import BaseId, fenced_error
 from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker, manifest_of
 
-__all__ = [
-    "Action",
-    "BaseCommit",
-    "CheckFence",
-    "Event",
-    "FenceSeen",
-    "FilesDurable",
-    "GatherMarkers",
-    "ManifestDurable",
-    "MarkerDurable",
-    "MarkersSeen",
-    "Phase",
-    "WriteFiles",
-    "WriteManifest",
-    "WriteMarker",
-]
-
 
 class Phase(Enum):
     """Progress of a commit."""

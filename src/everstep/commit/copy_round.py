@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from everstep.commit.lineage import BaseId
 
-__all__ = ["CopyRound"]
-
 # A longer gap between two ticks means that the driver itself was blocked and received nothing.
 _TICK_GAP_S = 5.0
 

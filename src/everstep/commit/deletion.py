@@ -20,19 +20,6 @@ from everstep.commit.base_commit import CheckFence, FenceSeen
 from everstep.commit.lineage import BaseId, fenced_error
 from everstep.errors import FencedError
 
-__all__ = [
-    "AlreadyDeleted",
-    "BaseDeletion",
-    "Condemn",
-    "Condemned",
-    "DeleteFiles",
-    "DeletionAction",
-    "DeletionEvent",
-    "FilesDeleted",
-    "Lift",
-    "Lifted",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Condemn:

@@ -19,19 +19,6 @@ from everstep.errors import FencedError
 from everstep.format.message_codec import Count
 from everstep.format.records import TimelineRecord
 
-__all__ = [
-    "BaseId",
-    "Branch",
-    "branches_of",
-    "describe_abandoned",
-    "describe_lost_steps",
-    "describe_missing_steps",
-    "describe_unused",
-    "fenced_error",
-    "history",
-    "split_by_history",
-]
-
 
 class BaseId(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
     """Identity of a base within a run; along one history the order is the order of creation."""

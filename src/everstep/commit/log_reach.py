@@ -20,19 +20,6 @@ from everstep.format.log import RecordHead
 from everstep.format.message_codec import Count, Rank
 from everstep.format.records import Manifest, TimelineRecord
 
-__all__ = [
-    "JobLogs",
-    "LogReader",
-    "LogRun",
-    "Reach",
-    "common_reach",
-    "log_path",
-    "needed_by",
-    "runs_of",
-    "steps_reached",
-    "timeline_of",
-]
-
 Path = Sequence[tuple[int, int | None]]
 """A history, newest timeline first, with the last step of each that is in the history."""
 

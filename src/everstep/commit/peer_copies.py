@@ -24,19 +24,6 @@ from everstep.commit.log_reach import LogRun, runs_of
 from everstep.errors import FormatError
 from everstep.format.log import RecordHead
 
-__all__ = [
-    "NEEDED_MAX",
-    "Copy",
-    "CopyRounds",
-    "HeldCopies",
-    "HeldLogCopies",
-    "LogCopy",
-    "merge_runs",
-    "nodes_of",
-    "peer_of",
-    "run_of",
-]
-
 NEEDED_MAX = 3
 """Number of bases that disks keep because peers hold files of them."""
 

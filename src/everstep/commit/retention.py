@@ -21,18 +21,6 @@ from msgspec import Meta
 
 from everstep.commit.lineage import BaseId, Branch, split_by_history
 
-__all__ = [
-    "COPY_TIERS",
-    "TIERS",
-    "VOLATILE_TIERS",
-    "RetentionPlan",
-    "Tier",
-    "TierIndex",
-    "Watermark",
-    "plan_retention",
-    "reclaimable_bases",
-]
-
 TIERS = ("memory", "peer", "disk", "copy", "object")
 """Tiers in the order of the cost of reading (TierCheck, section 3.3). ``copy`` is a directory other
 than the run folder."""

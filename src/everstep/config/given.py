@@ -20,19 +20,6 @@ from typing import Any, TypeVar
 
 from everstep.errors import EverstepError, OptionError
 
-__all__ = [
-    "NUMBER_MAX",
-    "checked",
-    "is_int",
-    "is_number",
-    "is_sequence",
-    "named",
-    "nearest",
-    "one_of",
-    "plain",
-    "refuse_unknown",
-]
-
 NUMBER_MAX = (1 << 63) - 1
 """Largest absolute value of an integer argument: records and messages store 64-bit integers."""
 

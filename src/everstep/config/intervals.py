@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from everstep.config.given import checked, is_int, is_number, plain
 from everstep.errors import OptionError
 
-__all__ = ["Every", "History", "bytes_hint"]
-
 _UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNITS_BYTES = {
     **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},

@@ -13,8 +13,6 @@ from types import MappingProxyType
 from everstep.config.given import checked, is_int, one_of
 from everstep.errors import OptionError
 
-__all__ = ["HELD_STEPS_MAX", "Method", "presets"]
-
 HELD_STEPS_MAX = 8
 _PARTS_MAX = 24
 _CHUNK_BYTES_MIN = 4096

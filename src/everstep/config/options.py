@@ -15,21 +15,6 @@ from everstep.config.intervals import Every, History, bytes_hint
 from everstep.config.method import Method, presets
 from everstep.errors import EverstepError, OptionError
 
-__all__ = [
-    "ANNOUNCING",
-    "Budget",
-    "Every",
-    "FailurePolicy",
-    "History",
-    "KeeperOptions",
-    "LogOptions",
-    "Method",
-    "Options",
-    "Preemption",
-    "presets",
-    "validate_options",
-]
-
 FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
 
 ANNOUNCING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")

@@ -24,8 +24,6 @@ from everstep.workloads import GPTConfig, Training, TrainingConfig, make_determi
 from everstep.workloads.fingerprint import fingerprint
 from everstep.workloads.journal import JournalWriter
 
-__all__ = ["EXIT_ORPHANED", "main"]
-
 EXIT_ORPHANED = 70
 _DURABLE_TIMEOUT_S = 60.0
 _LINGER_S = 120.0  # longer than any restart takes; an orphaned keeper exits after it

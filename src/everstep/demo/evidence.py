@@ -21,8 +21,6 @@ from everstep.format.names import (
     shard_name,
 )
 
-__all__ = ["Survey", "final_base", "survey"]
-
 
 @dataclass(frozen=True, slots=True)
 class Survey:

@@ -7,11 +7,10 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from everstep.config.options import presets, validate_options
+from everstep.config.method import presets
+from everstep.config.options import validate_options
 from everstep.errors import OptionError
 from everstep.workloads import GPTConfig, TrainingConfig
-
-__all__ = ["DemoPlan", "KeeperKind", "Kill", "demo_plan", "keeper_of", "logs", "planned_kills"]
 
 RANDOM_MOMENT = "random moment"
 BEFORE_RENAME = "save.before_rename"

@@ -14,8 +14,6 @@ from typing import Any, BinaryIO
 from everstep.workloads.journal import Event, JournalReader
 from everstep.workloads.processes import training_environment
 
-__all__ = ["CHILD_COMMAND", "Child"]
-
 CHILD_COMMAND: tuple[str, ...] = (sys.executable, "-m", "everstep.demo.child")
 
 _TAIL_BYTES = 4000

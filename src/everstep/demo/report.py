@@ -10,8 +10,6 @@ from everstep.demo.evidence import Survey
 from everstep.demo.plan import DemoPlan, Kill
 from everstep.workloads.comparison import Difference
 
-__all__ = ["DemoReport", "KillReport"]
-
 _SAME_IN_JSON = ("resume_s", "back_s", "exact", "evidence", "source")
 
 

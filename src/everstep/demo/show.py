@@ -13,8 +13,6 @@ from rich.table import Table
 from everstep.demo.plan import DemoPlan, Kill
 from everstep.demo.report import DemoReport
 
-__all__ = ["Display", "Position", "introduce", "present"]
-
 Position = tuple[int, float | None]
 """A run's last step and its loss."""
 

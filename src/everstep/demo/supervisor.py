@@ -20,8 +20,6 @@ from everstep.workloads import stdlib_text
 from everstep.workloads.comparison import Difference, compare_fingerprints, compare_losses
 from everstep.workloads.processes import interruptible, workspace
 
-__all__ = ["DemoError", "run_demo"]
-
 _POLL_S = 0.01
 _SILENCE_S = 90.0  # a child without a new journal entry for so long has hung
 

@@ -19,8 +19,6 @@ from everstep.errors import FormatError
 from everstep.state.layout.entries import DTYPE_BYTES
 from everstep.workloads.comparison import Difference
 
-__all__ = ["StoredEntry", "broken_promises", "compare_entries", "read_base"]
-
 LOST_STEPS_MAX = 1  # with a log: the step in flight
 
 

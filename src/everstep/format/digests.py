@@ -14,8 +14,6 @@ import xxhash
 
 from everstep.state.layout.shards import Placed
 
-__all__ = ["DIGEST_CHARS", "Digester", "digest", "digest_of_file"]
-
 DIGEST_CHARS = 32
 
 

@@ -27,17 +27,6 @@ from everstep.state.layout.entries import DTYPE_BYTES, Entry
 from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
 
-__all__ = [
-    "HEADER_SIZE_BYTES_MAX",
-    "LENGTH_BYTES",
-    "METADATA_KEY",
-    "ShardHeader",
-    "ShardIdentity",
-    "decode_header",
-    "encode_header",
-    "header_size_bytes",
-]
-
 LENGTH_BYTES = 8
 METADATA_KEY = "everstep"
 HEADER_SIZE_BYTES_MAX = 100_000_000

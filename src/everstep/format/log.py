@@ -31,25 +31,6 @@ from everstep.format.plan import ShardPlan
 from everstep.state.layout.entries import DTYPE_BYTES, Entry
 from everstep.state.layout.shards import Placed, ShardLayout, overlaps, plan_shards
 
-__all__ = [
-    "LOG_OBJECT",
-    "NOT_EXACT",
-    "LogRecord",
-    "RecordHead",
-    "RecordIndex",
-    "SegmentBody",
-    "gathered",
-    "heads_of",
-    "index_of_segment",
-    "layout_from_index",
-    "layout_to_index",
-    "pack_index",
-    "plan_segment",
-    "record_digest",
-    "records_of_packed",
-    "records_of_segment",
-]
-
 LOG_OBJECT = "everstep/log"
 NOT_EXACT = (
     "the state was not exact when the log was recorded, or torch's number of threads, use of CUDA "

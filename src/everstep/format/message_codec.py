@@ -19,8 +19,6 @@ from msgspec import Meta
 
 from everstep.errors import EverstepError, FormatError
 
-__all__ = ["Count", "Decoder", "Rank", "Stored", "Text", "TypedMessage", "encode", "union_of"]
-
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """Integer that is never negative: a step, a timeline, an offset, a size in bytes."""
 

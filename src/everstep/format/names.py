@@ -9,33 +9,6 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
-__all__ = [
-    "AUDIT_RECORD",
-    "BASE_DIR",
-    "CONDEMNED",
-    "DELETING",
-    "FORMAT_VERSION",
-    "LOG_DIR",
-    "LOSSY_DIR",
-    "MANIFEST",
-    "RUN_RECORD",
-    "SLOTS_DIR",
-    "TEMPORARY_SUFFIX",
-    "TIMELINE_RECORD",
-    "base_dir",
-    "marker_name",
-    "parse_base",
-    "parse_marker",
-    "parse_rank",
-    "parse_renamed_timeline",
-    "parse_segment",
-    "parse_shard",
-    "parse_timeline",
-    "segment_dir",
-    "shard_name",
-    "timeline_dir",
-]
-
 FORMAT_VERSION = 1
 
 RUN_RECORD = "run.json"

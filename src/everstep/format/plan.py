@@ -10,8 +10,6 @@ from everstep.format.names import shard_name
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import ShardLayout, plan_shards
 
-__all__ = ["BasePlan", "ShardPlan", "plan_files"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:

@@ -31,15 +31,6 @@ from everstep.seams.processes.conditions import wait_all
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import PIECE_BYTES
 
-__all__ = [
-    "CheckedFile",
-    "ReadsAhead",
-    "read_body",
-    "read_header",
-    "read_record_bytes",
-    "read_result",
-]
-
 _READ_BYTES = 2 << 20  # half a chunk: measured 1.2 times faster than reads of entire chunks
 _READ_AHEAD_CHUNKS = 8
 

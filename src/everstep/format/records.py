@@ -24,18 +24,6 @@ from everstep.format.message_codec import Count
 from everstep.format.names import FORMAT_VERSION, parse_shard
 from everstep.state.layout.replica_digest import ReplicaDigest, describe_mismatch, ranks_of_digest
 
-__all__ = [
-    "RECORD_BYTES_MAX",
-    "AuditRecord",
-    "FileRecord",
-    "Manifest",
-    "Marker",
-    "RunRecord",
-    "TimelineRecord",
-    "canonical",
-    "manifest_of",
-]
-
 RECORD_BYTES_MAX = 64 << 20
 
 _REASON_CHARS_MAX = 2000

@@ -27,16 +27,6 @@ from everstep.seams.processes.threads import IoThreads
 from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout.shards import Body, Placed, append_objects, at_lsn, pieces
 
-__all__ = [
-    "CHUNKS",
-    "CHUNK_BYTES",
-    "WRITERS",
-    "ChunkRing",
-    "Written",
-    "digest_shard",
-    "write_shard",
-]
-
 CHUNK_BYTES = 4 << 20
 
 WRITERS = 6

@@ -11,8 +11,6 @@ from pathlib import PurePath
 
 from everstep.link.spawn import begin
 
-__all__ = ["main"]
-
 _ACQUIRE_S = 5.0
 
 

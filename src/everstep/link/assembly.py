@@ -11,8 +11,6 @@ from everstep.format.log import RecordHead, layout_from_index, layout_to_index
 from everstep.link.samples import Samples
 from everstep.state.layout.shards import ShardLayout
 
-__all__ = ["Assembly", "FuzzyParts", "PartialUpdate", "assembly_from_wire", "assembly_to_wire"]
-
 
 @dataclass(frozen=True, slots=True)
 class PartialUpdate:

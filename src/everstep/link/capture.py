@@ -17,8 +17,6 @@ from everstep.seams.memory import copy_view
 from everstep.seams.processes.conditions import Condition
 from everstep.state.layout.shards import Body, Seen, pieces
 
-__all__ = ["ArenaBody", "Capture", "Incoming", "RedoFile", "shard_offsets"]
-
 _LOOK_AGAIN_S = 0.001
 
 

@@ -27,8 +27,6 @@ from everstep.errors import (
 from everstep.seams import Clock
 from everstep.seams.progress import ProgressSink
 
-__all__ = ["BackgroundChannel", "WatchedProgress", "Work"]
-
 _log = logging.getLogger("everstep")
 _T = TypeVar("_T")
 _NO_ERRORS: AbstractContextManager[None] = contextlib.nullcontext()

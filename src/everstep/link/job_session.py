@@ -12,8 +12,6 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import peer_of
 from everstep.errors import KeeperError
 
-__all__ = ["JobSession", "mailbox_error"]
-
 
 @dataclass(frozen=True, slots=True)
 class JobSession:

@@ -5,11 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-__all__ = [
-    "KeeperStats",
-    "add_stats",
-]
-
 
 @dataclass(slots=True)
 class KeeperStats:

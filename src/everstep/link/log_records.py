@@ -17,14 +17,6 @@ from everstep.format.log import layout_from_index, layout_to_index
 from everstep.state.layout.lru import LRUCache
 from everstep.state.layout.shards import ShardLayout
 
-__all__ = [
-    "ENDED",
-    "RECORD_BYTES",
-    "LogLayouts",
-    "receive_layout",
-    "record_memory_bytes",
-]
-
 ENDED = 1 << 62
 """Sent instead of the number of the last record on disk: a segment failed, none will follow."""
 

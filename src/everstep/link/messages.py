@@ -64,17 +64,6 @@ from everstep.state.layout.entries import Entry
 from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.layout.shards import Placed, ShardLayout
 
-__all__ = [
-    "OBJECT_PART_BYTES",
-    "PROTOCOL",
-    "begin_to_wire",
-    "identity_from_wire",
-    "identity_to_wire",
-    "layout_from_wire",
-    "layout_to_wire",
-    "parts_of",
-]
-
 PROTOCOL = 10
 """Version of the messages. Trainer and keeper, which may come from different installations, must
 have the same."""

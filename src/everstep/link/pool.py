@@ -14,8 +14,6 @@ from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.seams.files.stalls import StallTimer
 from everstep.seams.processes.conditions import Condition
 
-__all__ = ["Block", "CapturePool"]
-
 _WARM_BYTES = 64 << 20
 _NO_WORD = -1
 _VIEWS_MAX = 64

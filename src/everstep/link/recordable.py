@@ -31,25 +31,6 @@ from everstep.state.values.tensors import tensor_entry
 if TYPE_CHECKING:
     from everstep.compress.ddp import DDPCompression
 
-__all__ = [
-    "Grouping",
-    "Layouts",
-    "LogKeeper",
-    "ReplacedTensors",
-    "compressors_of",
-    "exchanges_of",
-    "form_entries",
-    "groupings_of",
-    "lossy_entries",
-    "record_layout",
-    "refuse_optimizers",
-    "refuse_options",
-    "replay_options",
-    "replay_refusal",
-    "require_eager",
-    "state_digest",
-]
-
 
 class LogKeeper(Protocol):
     """Receiver of log records: the keeper process, or a keeper thread in this process.

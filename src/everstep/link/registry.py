@@ -35,20 +35,6 @@ from everstep.seams.network.sockets import SOCKET_PATH_BYTES_MAX, listen_at
 from everstep.seams.processes.processes import PidWatch, has_file_open
 from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE, refresh_times, runtime_folder
 
-__all__ = [
-    "KeeperFiles",
-    "KeeperInfo",
-    "Registration",
-    "find_keeper",
-    "keeper_files",
-    "keeper_key",
-    "keepers_left_by_a_move",
-    "keepers_of",
-    "kill_keeper",
-    "list_keepers",
-    "read_tail",
-]
-
 _GATE = "registry.lock"
 _GATE_TIMEOUT_S = 5.0
 _LOOK_AGAIN_S = 0.05

@@ -16,8 +16,6 @@ from everstep.errors import AuditError, FormatError
 from everstep.format.plan import BasePlan
 from everstep.link.capture import shard_offsets
 
-__all__ = ["Samples", "check_samples"]
-
 
 @dataclass(frozen=True, slots=True)
 class Samples:

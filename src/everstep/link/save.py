@@ -12,16 +12,6 @@ from typing import TypeVar
 from everstep.errors import AuditError, EverstepError
 from everstep.seams.processes.conditions import Outcome
 
-__all__ = [
-    "Save",
-    "as_everstep_error",
-    "changed_during_copy_error",
-    "complete",
-    "copy_outcome",
-    "fail",
-    "failing_save",
-]
-
 _T = TypeVar("_T")
 
 

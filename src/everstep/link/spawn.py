@@ -40,8 +40,6 @@ from everstep.seams.processes.processes import (
 from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
 from everstep.seams.stderr import print_line
 
-__all__ = ["LINGER_S", "WRITERS", "SpawnOptions", "begin", "connect", "spawn_keeper"]
-
 LINGER_S = 600.0
 """Default time for which a keeper waits for a trainer to return."""
 

@@ -10,14 +10,6 @@ from everstep.errors import DeadlineError, EverstepError, KeeperError
 from everstep.seams import Clock
 from everstep.seams.files.stalls import StallTimer
 
-__all__ = [
-    "ReplicaProgress",
-    "WaitDeadline",
-    "ignore_if_lost",
-    "keeper_lost_error",
-    "storage_hang_error",
-]
-
 _LOOK_AGAIN_S = 0.2
 """Interval in which a waiting thread checks for hung storage and shows progress."""
 

@@ -34,18 +34,6 @@ from everstep.seams.network.sockets import (
     stream_pair,
 )
 
-__all__ = [
-    "MESSAGE_BYTES_MAX",
-    "SEND_TIMEOUT_S",
-    "Connection",
-    "accept",
-    "connected_pair",
-    "decode_message",
-    "encode_message",
-    "error_from_wire",
-    "error_to_wire",
-]
-
 MESSAGE_BYTES_MAX = 64 << 20
 """Size limit of the msgpack of one message, in bytes."""
 

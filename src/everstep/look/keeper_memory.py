@@ -26,8 +26,6 @@ from everstep.restore.fetch.held import KeeperContents
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.network.sockets import close_descriptors
 
-__all__ = ["KeeperMemory", "read_keeper_memory"]
-
 _log = logging.getLogger("everstep")
 _REPLY_TIMEOUT_S = 10.0
 _POLL_S = 0.02

@@ -44,8 +44,6 @@ from everstep.tiers.files import TierFileSystem
 from everstep.tiers.options import TierOptions
 from everstep.tiers.urls import UrlPath, is_url, open_tier
 
-__all__ = ["Loaded", "Peek", "load", "peek"]
-
 _log = logging.getLogger("everstep")
 _TIMEOUT_S = 120.0
 _ATTEMPTS = 8

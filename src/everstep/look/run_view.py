@@ -38,8 +38,6 @@ from everstep.run.scan import BaseFound, Inventory, scan_base, scan_run
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.files import ReadingFileSystem
 
-__all__ = ["BaseDeletedError", "RestorePoint", "RunView"]
-
 _NOBODY = Candidates((), ())
 _REPLAYS_MAX = 3  # of one base, each ending before the step at which the previous one failed
 

@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["LONGEST_S", "PRICE_SHARE", "BatchEstimator", "least_batch", "weighted_median"]
-
 PRICE_SHARE = 0.1
 """Share of the time not needed for the log's bytes that fixed costs of writes may take."""
 

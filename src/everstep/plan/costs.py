@@ -34,17 +34,6 @@ from dataclasses import dataclass, fields, replace
 
 from everstep.errors import InfeasibleError, OptionError
 
-__all__ = [
-    "EQUAL",
-    "Costs",
-    "Waste",
-    "check_batches",
-    "check_transfers",
-    "is_number",
-    "waste",
-    "write_costs",
-]
-
 EQUAL = 1e-12
 """Relative difference below which values count as equal."""
 

@@ -24,8 +24,6 @@ from everstep.plan.batch import weighted_median
 from everstep.plan.costs import Costs, waste
 from everstep.plan.interval import Choice, best_choice, interval_steps_min, without_log
 
-__all__ = ["Estimator", "FailurePrior"]
-
 _SERIES = ("step_s", "write_bytes_per_s", "load_bytes_per_s", "replay_s", "base_cost_s")
 _SECONDS_LEAST = 1e-9
 _WINDOW = 64  # newest samples of each cost that count

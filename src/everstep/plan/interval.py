@@ -23,22 +23,6 @@ from everstep.plan.costs import (
     write_costs,
 )
 
-__all__ = [
-    "WASTE_OF_NO_ACCOUNT",
-    "Choice",
-    "Optimum",
-    "Point",
-    "best_choice",
-    "checkfreq_interval",
-    "closed_form",
-    "continuous_optimum",
-    "curve",
-    "interval_steps_min",
-    "optimum",
-    "seldom",
-    "without_log",
-]
-
 _ROUNDS_NO_MORE = 1_000_000
 
 

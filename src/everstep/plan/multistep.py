@@ -37,15 +37,6 @@ from enum import IntEnum
 
 from everstep.errors import OptionError
 
-__all__ = [
-    "PAPER_PARTS",
-    "PARTS_MAX",
-    "Overlap",
-    "Pipeline",
-    "lower_bound_s",
-    "overlap",
-]
-
 PAPER_PARTS = 7
 """The paper's recommendation (4.2.3): optimal for gradients of 1/7 of the state."""
 

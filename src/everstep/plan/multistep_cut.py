@@ -28,14 +28,6 @@ from dataclasses import dataclass
 
 from everstep.plan.multistep import Overlap, Pipeline, overlap
 
-__all__ = [
-    "Cut",
-    "best_cut",
-    "fewest",
-    "fewest_of",
-    "filling_shares",
-]
-
 _HALVINGS = 24  # of how full windows are
 _NEAR = 0.02
 _NEAR_S = 1e-6

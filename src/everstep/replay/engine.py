@@ -33,8 +33,6 @@ from everstep.replay.self_test import blocks_are_exact
 from everstep.replay.updates import Gradient, Update, is_widening
 from everstep.state.values.tensors import same_strides
 
-__all__ = ["BLOCKS_PAY_ELEMENTS", "ONE_THREAD", "ReplayOptions", "Replayer"]
-
 BLOCKS_PAY_ELEMENTS = 32_000_000
 """Work, in elements times updates, from which blocks are used. Before the first block the self-test
 runs and the program is compiled: 23 to 30 ms of one core. A state that fits in the cache gains next

@@ -28,24 +28,6 @@ from everstep.errors import OptionError
 from everstep.replay.fused.cuts import has_gaps
 from everstep.state.values.tensors import local_tensor
 
-__all__ = [
-    "HALVES",
-    "MATRIX",
-    "Exactness",
-    "Row",
-    "declare",
-    "exactness",
-    "is_elementwise",
-    "kind_name",
-    "kind_refusal",
-    "options_refusal",
-    "refusal",
-    "replay_kind",
-    "tensor_refusal",
-    "thread_dependence",
-    "variant_of",
-]
-
 Kind = type[Optimizer]
 
 

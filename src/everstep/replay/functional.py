@@ -18,8 +18,6 @@ from torch.optim.sgd import sgd
 
 from everstep.replay.updates import Update
 
-__all__ = ["KINDS", "Form", "Tensors", "form_of", "options_of"]
-
 Tensors = list[torch.Tensor]
 Call = Callable[[Tensors, Tensors, Mapping[str, Tensors], Tensors, Mapping[str, Any], Update], None]
 

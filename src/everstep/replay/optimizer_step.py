@@ -30,16 +30,6 @@ from everstep.errors import UnsupportedStateError
 from everstep.replay.fused.cuts import copied
 from everstep.replay.updates import Gradient, Packed, Update, dense
 
-__all__ = [
-    "build",
-    "default_dtype",
-    "makes_state_when_built",
-    "own_step",
-    "set_options",
-    "step_over",
-    "writes_gradients",
-]
-
 
 def _nothing() -> None: ...
 

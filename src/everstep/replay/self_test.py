@@ -21,8 +21,6 @@ from everstep.replay.fused.blocked import ALIGNMENT_ELEMENTS, UNFUSED_ELEMENTS, 
 from everstep.replay.optimizer_step import build, step_over
 from everstep.replay.updates import Update
 
-__all__ = ["blocks_are_exact"]
-
 _log = logging.getLogger("everstep")
 
 _TURNED = "turned"

@@ -18,8 +18,6 @@ import torch
 from everstep.compress.quantized import BLOCK_NUMEL, Int8
 from everstep.compress.sparse import Sparse
 
-__all__ = ["Gradient", "Packed", "Update", "dense", "is_widening"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:

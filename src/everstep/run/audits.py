@@ -6,8 +6,6 @@ from everstep.commit.lineage import BaseId, history
 from everstep.format.records import AuditRecord
 from everstep.run.scan import Inventory
 
-__all__ = ["NAMES_MAX", "audit_of", "describe_audit"]
-
 NAMES_MAX = 20
 """Maximum number of entries that an audit record names."""
 

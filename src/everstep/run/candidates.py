@@ -8,13 +8,6 @@ from everstep.commit.lineage import BaseId, split_by_history
 from everstep.errors import RecoveryError
 from everstep.run.scan import BaseFound, Inventory
 
-__all__ = [
-    "Candidates",
-    "Skipped",
-    "candidates",
-    "starts_with_job_base",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Skipped:

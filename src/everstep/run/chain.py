@@ -18,8 +18,6 @@ from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.state.layout.entries import shape_of_all
 
-__all__ = ["Chain", "LogIndex", "chains", "common_heads", "path_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Chain:

@@ -12,8 +12,6 @@ from everstep.format.records import TimelineRecord
 from everstep.run.scan import newest_timeline
 from everstep.seams import FileSystem
 
-__all__ = ["Fence", "timeline_bytes"]
-
 
 class Fence:
     """Fence of the process that writes one timeline; created when the timeline has been opened.

@@ -25,8 +25,6 @@ from everstep.tiers.durable_files import (
     storage_errors,
 )
 
-__all__ = ["open_run_folder", "open_timeline", "refuse_unresumed", "run_path"]
-
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a single slash, since pathlib collapses two
 
 

@@ -31,15 +31,6 @@ from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.conditions import wait_all
 
-__all__ = [
-    "Key",
-    "LogReads",
-    "ReadBudget",
-    "SegmentReads",
-    "find_record",
-    "key_of",
-]
-
 _READ_BYTES = 2 << 20
 _IN_FLIGHT_MAX = 64  # other users of these threads wait for no more than that
 _AHEAD_BYTES_MAX = 64 << 20

@@ -28,16 +28,6 @@ from everstep.state.layout.entries import Entry
 from everstep.state.layout.placement import Placement
 from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
 
-__all__ = [
-    "OpenBase",
-    "Opened",
-    "RedoRecords",
-    "check_identity",
-    "is_redo_file",
-    "open_ranks",
-    "read_redo_file",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RedoRecords:

@@ -14,8 +14,6 @@ from typing import Generic, TypeVar
 
 from everstep.seams.processes.conditions import Condition
 
-__all__ = ["Prefetch"]
-
 _T = TypeVar("_T")
 
 

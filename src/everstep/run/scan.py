@@ -52,17 +52,6 @@ from everstep.format.records import (
 )
 from everstep.seams.files.filesystem import DirEntry, FileSystem
 
-__all__ = [
-    "BaseFound",
-    "Inventory",
-    "TimelineCache",
-    "bases_keeping_log",
-    "newest_timeline",
-    "not_a_directory",
-    "scan_base",
-    "scan_run",
-]
-
 _Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest, AuditRecord)
 BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]
 _MAY_BE_GOOD: tuple[BaseStatus, ...] = ("committed", "complete", "damaged")

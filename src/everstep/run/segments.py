@@ -43,20 +43,6 @@ from everstep.run.scan import not_a_directory
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
 
-__all__ = [
-    "SegmentCache",
-    "SegmentFound",
-    "open_segment",
-    "read_heads",
-    "read_index",
-    "read_records",
-    "read_segment",
-    "scan_log",
-    "scan_logs",
-    "validated",
-]
-
-
 _REREAD = 32  # known segments that each scan reads again
 
 _Key = tuple[PurePath, int]

@@ -10,8 +10,6 @@ from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.shards import Placed
 from everstep.state.providers.optimizers import OptimizerProvider
 
-__all__ = ["shape_of_base"]
-
 
 def shape_of_base(
     placed: Iterable[Placed], aliases: Mapping[str, str], trees: Mapping[str, Any]

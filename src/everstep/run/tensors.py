@@ -12,8 +12,6 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout.shards import Placed
 from everstep.state.values.tensors import torch_dtype
 
-__all__ = ["as_complex", "copy_into", "tensor_of", "with_strides"]
-
 _COMPLEX_BYTES = 16  # alignment; torch's kernels crash on a complex128 that lacks it
 
 

@@ -10,8 +10,6 @@ from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.streams import read_record
 
-__all__ = ["uncondemn", "uncondemn_in_tier"]
-
 
 def uncondemn(filesystem: FileSystem, directory: PurePath) -> bool:
     """Rename the manifest of a condemned base back, durably.

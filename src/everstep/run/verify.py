@@ -15,8 +15,6 @@ from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
 
-__all__ = ["Damage", "Verdict", "verify_base"]
-
 _BAD = (DamageError, FormatError, OSError)
 
 _UNFIT = (

@@ -13,14 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-__all__ = [
-    "Clock",
-    "ManualClock",
-    "RunningTime",
-    "SystemClock",
-    "WaitBudget",
-]
-
 _LOOK_S = 0.2
 """Length of a wait slice, and interval of the ticking thread."""
 

@@ -13,8 +13,6 @@ import signal
 import threading
 from collections.abc import Callable
 
-__all__ = ["FAILPOINTS", "FailpointError", "arm", "disarm_all", "failpoint"]
-
 FAILPOINTS: dict[str, str] = {
     "save.before_write": "a base was requested; nothing of it is on disk",
     "save.before_header": "the body of a shard is written, its header is not",

@@ -14,20 +14,6 @@ from torch.optim import Optimizer
 
 from everstep.seams.machine import processor_model
 
-__all__ = [
-    "FingerprintWatch",
-    "computed_on",
-    "cuda_in_use",
-    "describe_threads",
-    "device_types",
-    "fingerprint",
-    "merge_fingerprints",
-    "process_name",
-    "thread_count_fixed",
-    "threads_disagree",
-    "volatile_settings",
-]
-
 _computed_on: ContextVar[tuple[str, ...]] = ContextVar("computed_on", default=())
 # A denormal float32 as bits: as a value it would be flushed before torch fills with it.
 _DENORMAL_BITS = 1 << 16

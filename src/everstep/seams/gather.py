@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Gather"]
-
 _NO_ADDRESSES = np.empty(0, np.int64)
 
 

@@ -8,20 +8,6 @@ import os
 import platform
 from pathlib import Path, PurePath
 
-__all__ = [
-    "file_bytes_max",
-    "first_missing",
-    "launcher",
-    "machine_name",
-    "memory_available_bytes",
-    "namespaces",
-    "processor_model",
-    "real_path",
-    "resolve_path",
-    "use_thread_local_captures",
-    "with_home",
-]
-
 try:
     import resource
 except ImportError:  # not a POSIX system; the command line says so before anything else

@@ -34,16 +34,6 @@ try:
 except ImportError:  # not a POSIX system; the command line says so before anything else
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "PAGE_BYTES",
-    "SharedMemory",
-    "WritableMemory",
-    "copy_memory",
-    "copy_view",
-    "memory_at",
-    "sealed_bytes",
-    "take_pages",
-]
 
 PAGE_BYTES = mmap.PAGESIZE
 

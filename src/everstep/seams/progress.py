@@ -13,8 +13,6 @@ from typing import Protocol
 
 from everstep.seams.stderr import print_line
 
-__all__ = ["Counted", "ProgressSink", "progress", "silent"]
-
 _LINE_FIRST_S = 1.0
 _LINE_EVERY_S = 3.0
 

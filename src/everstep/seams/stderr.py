@@ -11,8 +11,6 @@ import contextlib
 import sys
 from typing import Any
 
-__all__ = ["print_line", "print_line_to"]
-
 # ValueError: the stream is closed, or its encoding lacks a character.
 _FAILURES = (OSError, ValueError)
 

@@ -43,32 +43,6 @@ from everstep.testing.conformance_parts import (
 from everstep.tiers.contract import NAME_BYTES_MAX, PART_BYTES_MAX, Tier
 from everstep.tiers.streams import read_whole
 
-__all__ = [
-    "CHECKS",
-    "Check",
-    "Place",
-    "Result",
-    "a_source_that_breaks_leaves_nothing",
-    "a_source_that_is_too_short_leaves_nothing",
-    "cleaning_up_takes_nothing_that_is_whole",
-    "conformance",
-    "create_keeps_what_is_there",
-    "it_says_what_it_is",
-    "large_objects_come_back_whole",
-    "listings_show_what_is_there",
-    "many_write_at_once",
-    "missing_names_are_missing",
-    "names_of_every_kind",
-    "of_many_at_once_one_creates",
-    "of_many_puts_one_is_there_whole",
-    "other_handles_see_it",
-    "put_replaces",
-    "ranges_are_half_open",
-    "what_is_deleted_is_gone",
-    "what_is_no_name_is_refused",
-    "what_is_put_is_read",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -11,21 +11,6 @@ from everstep.tiers.contract import Tier
 from everstep.tiers.memory import MemoryFile
 from everstep.tiers.streams import read_whole
 
-__all__ = [
-    "WRITERS",
-    "BrokenError",
-    "BrokenSource",
-    "ShortSource",
-    "at_once",
-    "bytes_of",
-    "creating",
-    "raised_by",
-    "read_object",
-    "read_or_none",
-    "read_range",
-    "source_of",
-]
-
 WRITERS = 8
 """Number of concurrent writers."""
 

@@ -14,8 +14,6 @@ from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import CpuLane
 from everstep.seams.processes.conditions import Condition
 
-__all__ = ["EmulatedLink"]
-
 
 class EmulatedLink(CpuLane):
     """A CPU lane that copies no faster than a link of the given bandwidth.

@@ -21,8 +21,6 @@ from everstep.tiers.contract import Item, Tier, Traits
 from everstep.tiers.memory import MemoryFile
 from everstep.tiers.streams import read_whole
 
-__all__ = ["SURVIVED", "FaultKind", "FaultyTier", "TierFault"]
-
 FaultKind = Literal[
     "unavailable",
     "timeout",

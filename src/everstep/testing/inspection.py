@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from everstep.trainer.session.state_watch import StateWatch
     from everstep.trainer.session.step_consensus import StepConsensus
 
-__all__ = ["Inspection", "inspect"]
 
 _Part = TypeVar("_Part")
 

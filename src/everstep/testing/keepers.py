@@ -25,8 +25,6 @@ from everstep.seams.files.locks import lock_file
 from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.processes import PidWatch
 
-__all__ = ["end_keeper", "held_step"]
-
 _ANSWER_S = 15.0
 _END_S = 20.0
 _KILLED_S = 10.0

@@ -33,8 +33,6 @@ from everstep.errors import OptionError
 from everstep.format.names import TEMPORARY_SUFFIX
 from everstep.seams.files.filesystem import ReadFile
 
-__all__ = ["NAME_BYTES_MAX", "PART_BYTES_MAX", "Item", "Tier", "Traits", "check_name"]
-
 NAME_BYTES_MAX = 512
 """Maximum bytes of a name in UTF-8. S3 allows 1024, including the prefix of the run."""
 PART_BYTES_MAX = 200

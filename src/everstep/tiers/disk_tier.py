@@ -25,8 +25,6 @@ from everstep.tiers.durable_files import (
 )
 from everstep.tiers.streams import pieces_of
 
-__all__ = ["DiskTier"]
-
 _T = TypeVar("_T")
 _ATTEMPTS = 8
 _PIECE_BYTES = 4 << 20

@@ -16,17 +16,6 @@ from everstep.format.names import TEMPORARY_SUFFIX, parse_timeline
 from everstep.seams.files.filesystem import FileSystem, WriteFile
 from everstep.seams.machine import first_missing
 
-__all__ = [
-    "create_exclusive",
-    "create_in",
-    "ensure_dir",
-    "ensure_dirs",
-    "remove_if_there",
-    "storage_errors",
-    "temporary",
-    "write_durably",
-]
-
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 _ATTEMPTS = 8

@@ -18,8 +18,6 @@ from everstep.errors import (
 from everstep.seams.files.filesystem import DirEntry, ReadFile, WriteFile
 from everstep.tiers.contract import Item, Tier
 
-__all__ = ["ReadingFileSystem", "TierFileSystem"]
-
 
 class ReadingFileSystem:
     """The writing half of :class:`everstep.seams.files.filesystem.FileSystem`: all methods raise

@@ -11,8 +11,6 @@ from everstep.seams.memory import copy_view
 from everstep.tiers.contract import Item, Traits, check_name
 from everstep.tiers.streams import read_whole
 
-__all__ = ["MemoryFile", "MemoryTier"]
-
 
 class MemoryFile:
     """A readable file in memory.

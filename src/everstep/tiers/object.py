@@ -36,12 +36,6 @@ from everstep.seams.files.filesystem import ReadFile
 from everstep.tiers.contract import Item, Traits, check_name
 from everstep.tiers.streams import pieces_of, read_whole
 
-__all__ = [
-    "PART_BYTES",
-    "ObjectTier",
-    "translate_error",
-]
-
 _STATUS = re.compile(r"status code: (\d{3})|\bstatus: (\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z][A-Za-z0-9]{0,60})</Code>")
 _KIND = re.compile(r"\bkind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b")

@@ -9,8 +9,6 @@ from pathlib import PurePath
 from everstep.config.given import checked, is_int, is_number, is_sequence
 from everstep.errors import OptionError
 
-__all__ = ["LOG_FORMS", "PeerOptions", "TierOptions", "split_peers", "validate_tiers"]
-
 LOG_FORMS = ("none", "whole", "adaptive")
 """Form of log copies: none; exact; or approximate gradients (TierCheck, section 3.2).
 

@@ -16,13 +16,6 @@ from collections import deque
 from everstep.errors import InfeasibleError, OptionError
 from everstep.seams.clock import Clock
 
-__all__ = [
-    "HOUR_S",
-    "SEGMENT_OBJECTS",
-    "ObjectRate",
-    "pace_s",
-]
-
 HOUR_S = 3600.0
 SEGMENT_OBJECTS = 2
 """Objects per log segment: its data and its marker."""

@@ -24,8 +24,6 @@ from everstep.seams.clock import Clock, SystemClock
 from everstep.seams.files.filesystem import ReadFile
 from everstep.tiers.contract import Item, Tier, Traits
 
-__all__ = ["RetryPolicy", "RetryingTier"]
-
 _T = TypeVar("_T")
 _DENIALS = 3
 """Refusals within one operation after which they are final."""

@@ -18,8 +18,6 @@ from everstep.format.names import SLOTS_DIR
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, WriteFile
 from everstep.tiers.durable_files import ensure_dir, remove_if_there
 
-__all__ = ["SlotStore"]
-
 _SLOT = re.compile(r"slot-\d{5,9}", re.ASCII)
 _WORTH_BYTES = 1 << 20
 """Smaller files are not parked: writing a new one costs as little."""

@@ -8,8 +8,6 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.records import RECORD_BYTES_MAX
 from everstep.seams.files.filesystem import ReadFile
 
-__all__ = ["pieces_of", "read_record", "read_whole"]
-
 
 def pieces_of(source: ReadFile, name: str, piece_bytes: int) -> Iterator[memoryview]:
     """Yield the bytes of a source in order; each piece has memory of its own.

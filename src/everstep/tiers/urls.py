@@ -14,8 +14,6 @@ from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.object import ObjectTier
 from everstep.tiers.retry import RetryingTier
 
-__all__ = ["UrlPath", "is_url", "open_tier"]
-
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _ONE_SLASH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 

@@ -16,8 +16,6 @@ from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import ReadFile
 from everstep.tiers.contract import Tier
 
-__all__ = ["WatchedTier"]
-
 _WORDS = {
     "create": "writing",
     "open": "opening",

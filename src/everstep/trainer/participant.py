@@ -19,8 +19,6 @@ from everstep.restore.start.report import Resumed
 from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.keeper import Service
 
-__all__ = ["BaseRequest", "BaseSource", "Mark", "Participant", "RestoredState"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mark:

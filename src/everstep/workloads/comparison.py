@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Difference", "compare_fingerprints", "compare_losses"]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

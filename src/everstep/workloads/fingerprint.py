@@ -17,8 +17,6 @@ import xxhash
 
 from everstep.workloads import Training
 
-__all__ = ["fingerprint"]
-
 _LONGEST_TEXT = 60
 
 

@@ -15,8 +15,6 @@ from torch.nn import functional
 
 from everstep.errors import OptionError
 
-__all__ = ["GPT", "GPTConfig", "gpt_of"]
-
 _INIT_STD = 0.02
 _MLP_FACTOR = 4
 _WIDTH_STEP = 32

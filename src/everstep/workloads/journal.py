@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Event", "JournalReader", "JournalWriter"]
-
 Event = dict[str, Any]
 """One line: ``event`` names its kind, ``at_s`` is the machine's monotonic clock."""
 

@@ -14,8 +14,6 @@ from types import FrameType
 
 from everstep.errors import OptionError
 
-__all__ = ["interruptible", "training_environment", "workspace"]
-
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

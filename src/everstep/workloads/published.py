@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from everstep.config.given import nearest
 from everstep.errors import OptionError
 
-__all__ = ["PUBLISHED", "Published", "published", "sentences"]
-
 
 class _BERT(nn.Module):
     """The encoder of RoBERTa base (Liu et al., arXiv 1907.11692): 124,054,272 parameters."""

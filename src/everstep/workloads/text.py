@@ -22,8 +22,6 @@ from torch import Tensor
 
 from everstep.errors import MismatchError, OptionError, UnavailableError
 
-__all__ = ["WindowLoader", "stdlib_text"]
-
 _SKIPPED = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 )

@@ -24,8 +24,6 @@ from everstep.errors import OptionError
 from everstep.workloads.gpt import GPT, GPTConfig
 from everstep.workloads.text import WindowLoader
 
-__all__ = ["Training", "TrainingConfig", "WarmupCosine", "make_deterministic", "training_of"]
-
 
 @dataclass
 class WarmupCosine:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.checkpointer import Checkpointer
-from everstep.config.options import Budget, KeeperOptions, Method
+from everstep.config.method import Method
+from everstep.config.options import Budget, KeeperOptions
 from everstep.errors import DeadlineError
 from everstep.plan.multistep import PARTS_MAX
 from everstep.seams import Seams

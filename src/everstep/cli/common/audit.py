@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from everstep.run.segments import SegmentFound
     from everstep.seams.files.filesystem import FileSystem
 
-__all__ = [
-    "AUDIT_WORDS",
-    "audit_as_json",
-    "check_replay",
-    "check_segments",
-    "record_as_json",
-    "show_audits",
-]
 
 AUDIT_WORDS = {"equal": "audited", "different": "AUDIT FAILED", "unchecked": "not audited"}
 """Result of the keeper's audit of a base, in two words."""

@@ -27,8 +27,6 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 
-__all__ = ["EXIT_STATUS", "EverstepGroup", "ExitCode", "JsonFlag", "emit", "status_of"]
-
 _JSON_ASKED = "everstep.json"
 _ARGUMENTS = "everstep.arguments"
 # Of the click that typer uses, which may be its own copy.

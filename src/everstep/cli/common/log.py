@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from everstep.run.segments import SegmentFound
     from everstep.seams.files.filesystem import FileSystem
 
-__all__ = [
-    "as_json",
-    "count_segments",
-    "describe_reach",
-    "records_in",
-    "run_log",
-    "segment_as_json",
-    "show_records",
-    "show_segments",
-    "steps_in_words",
-]
 
 _SPANS_MAX = 6
 _ROWS_MAX = 100

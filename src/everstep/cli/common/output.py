@@ -14,8 +14,6 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["LINE_CHARS_MAX", "console", "count_of", "in_words", "label", "plain", "table", "when"]
-
 LINE_CHARS_MAX = 4000
 _NAME_CHARS_MAX = 240
 _PIPE_COLUMNS = 10_000  # a program that reads lines must not get folded ones

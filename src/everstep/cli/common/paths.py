@@ -14,8 +14,6 @@ from typing import Literal
 
 from everstep.errors import OptionError, PermissionDeniedError, StorageError
 
-__all__ = ["absolute", "checked_path", "kind_of", "refuse_irregular"]
-
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _NEVER_THERE = {
     errno.ENAMETOOLONG: "choose a shorter path: most file systems end a name at 255 bytes",

@@ -13,7 +13,6 @@ from everstep.errors import OptionError, UnavailableError
 if TYPE_CHECKING:
     from everstep.plan.schedule.planned import Planned
 
-__all__ = ["check_picture", "check_target", "draw_memory"]
 
 _INCHES = (10.0, 4.0)
 _DPI = 150

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from everstep.run.scan import BaseFound, Inventory
     from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["RUN_ARGUMENT", "filesystem_of", "open_run", "reading", "select_bases"]
 
 RUN_ARGUMENT = typer.Argument(metavar="RUN", help="The run folder.", show_default=False)
 

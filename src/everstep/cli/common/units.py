@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from everstep.errors import OptionError
 
-__all__ = ["parse_bytes", "parse_bytes_per_s", "parse_seconds", "seconds_in_words"]
-
 _BYTES: dict[str, float] = {"B": 1.0, "KB": 1e3}  # kB is the right one, KB what people write
 _BYTES |= {prefix + "B": 1000.0**power for power, prefix in enumerate("kMGTP", start=1)}
 _BYTES |= {prefix + "iB": 1024.0**power for power, prefix in enumerate("KMGTP", start=1)}

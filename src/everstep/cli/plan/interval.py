@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from everstep.plan.costs import Costs, Waste
     from everstep.plan.interval import Choice, Optimum, Point
 
-__all__ = ["app", "interval"]
 
 app = typer.Typer(
     cls=EverstepGroup,

@@ -16,7 +16,6 @@ from everstep.errors import OptionError
 if TYPE_CHECKING:
     from everstep.plan.multistep import Overlap, Pipeline
 
-__all__ = ["multistep"]
 
 _PARTS_MAX = 1000
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from everstep.plan.schedule.planned import Planned
     from everstep.plan.schedule.tracing import Optimizers, Training
 
-__all__ = ["schedule"]
 
 _MODULE = "everstep_planned_model"
 _OURS = str(Path(__file__).parents[2])

@@ -15,27 +15,6 @@ from everstep.commit.job.messages import Message
 from everstep.commit.lineage import BaseId, Branch
 from everstep.errors import FencedError
 
-__all__ = [
-    "BaseDamaged",
-    "BaseDurable",
-    "BaseLate",
-    "BasesSeen",
-    "Delete",
-    "Event",
-    "Fenced",
-    "GaveUp",
-    "LookAtBases",
-    "Out",
-    "Pace",
-    "Perform",
-    "ReadBack",
-    "ReadBackDone",
-    "Send",
-    "WatermarkMoved",
-    "Withdraw",
-    "Withdrawn",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:

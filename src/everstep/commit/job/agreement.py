@@ -37,25 +37,6 @@ from everstep.format.message_codec import Decoder, Stored, encode
 from everstep.format.records import TimelineRecord
 from everstep.state.layout.replica_digest import ReplicaDigest, describe_mismatch
 
-__all__ = [
-    "NO_WAY_BACK",
-    "NO_WAY_BACK_HINT",
-    "Agreement",
-    "AgreementEvent",
-    "AgreementOut",
-    "Compare",
-    "Compared",
-    "Go",
-    "InventorySeen",
-    "OpenTimeline",
-    "Opened",
-    "RanksSilent",
-    "Refuse",
-    "Restore",
-    "Restored",
-    "TakeInventory",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class TakeInventory:

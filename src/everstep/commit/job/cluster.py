@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["COORDINATOR", "Cluster"]
-
 COORDINATOR = 0
 """The rank that sends requests and collects replies. Its decisions are functions of the replies."""
 

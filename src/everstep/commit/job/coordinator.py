@@ -40,8 +40,6 @@ from everstep.commit.retention import plan_retention
 from everstep.format.message_codec import Stored
 from everstep.format.records import Manifest, Marker
 
-__all__ = ["Coordinator"]
-
 
 class Coordinator(Member):
     """Rank 0 of a timeline.

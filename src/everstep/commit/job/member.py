@@ -68,11 +68,6 @@ from everstep.format.message_codec import Stored
 from everstep.format.records import Manifest, Marker, manifest_of
 from everstep.state.layout.replica_digest import describe_mismatch
 
-__all__ = [
-    "Member",
-    "describe_disagreement",
-]
-
 
 @dataclass(slots=True)
 class _InFlight:

@@ -26,44 +26,6 @@ from everstep.format.message_codec import (
 )
 from everstep.format.records import Manifest, Marker
 
-__all__ = [
-    "Answer",
-    "ChunkReply",
-    "ChunkRequest",
-    "Command",
-    "CopyMessage",
-    "CopyProgress",
-    "CopyReply",
-    "CopyRequest",
-    "CopySettled",
-    "DiskProgress",
-    "Envelope",
-    "FetchProgress",
-    "GiveUpNotice",
-    "ManifestAck",
-    "ManifestNotice",
-    "MarkerNotice",
-    "MarkersRequest",
-    "Message",
-    "PeerCopyAck",
-    "PeerCopyBegin",
-    "PeerCopyChunk",
-    "PeerLogAck",
-    "PeerLogBegin",
-    "PeerLogChunk",
-    "PeerMessage",
-    "PeerRound",
-    "PeerRoundReply",
-    "ReadBackReply",
-    "ReadBackRequest",
-    "StartFailed",
-    "WatermarkAck",
-    "WatermarkNotice",
-    "accept",
-    "decode_message",
-    "encode_message",
-]
-
 
 class Message(TypedMessage, frozen=True):
     """Message from one rank to another."""

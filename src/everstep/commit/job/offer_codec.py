@@ -14,8 +14,6 @@ from everstep.commit.retention import Tier
 from everstep.format.message_codec import Count, Decoder, Rank, Stored, Text, encode
 from everstep.format.records import Manifest, Marker, TimelineRecord
 
-__all__ = ["decode_choice", "decode_offer", "encode_choice", "encode_offer"]
-
 
 class _BaseOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     base: BaseId

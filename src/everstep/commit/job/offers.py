@@ -32,21 +32,6 @@ from everstep.format.digests import digest
 from everstep.format.message_codec import Rank
 from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
 
-__all__ = [
-    "BaseOffer",
-    "Choice",
-    "Needs",
-    "Offer",
-    "Piece",
-    "Source",
-    "all_ranks",
-    "choose",
-    "may_start_fresh",
-    "merge_timelines",
-    "recovery_hint",
-    "unreadable_error",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

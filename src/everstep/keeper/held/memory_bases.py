@@ -26,8 +26,6 @@ from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body, Seen
 from everstep.tiers.durable_files import storage_errors
 
-__all__ = ["IsPast", "MemoryBases"]
-
 _PIECE_BYTES = 1 << 20
 _LOOK_AGAIN_S = 0.02
 _LATE = 3

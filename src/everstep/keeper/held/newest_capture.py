@@ -24,11 +24,6 @@ from everstep.keeper.log.recall_wire import base_to_wire
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.wire import Connection
 
-__all__ = [
-    "LookReply",
-    "NewestCapture",
-]
-
 _log = logging.getLogger("everstep.keeper")
 
 

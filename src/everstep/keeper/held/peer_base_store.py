@@ -17,8 +17,6 @@ from everstep.format.message_codec import Stored
 from everstep.format.records import Marker
 from everstep.restore.fetch.peer_copy import PeerCopy, check_files, size_of
 
-__all__ = ["PeerBaseStore", "copy_memory_bytes"]
-
 _log = logging.getLogger("everstep.keeper")
 
 

@@ -17,8 +17,6 @@ from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.digests import digest
 from everstep.restore.fetch.peer_log import PackedSteps, PeerLog, read_pack
 
-__all__ = ["PeerLogStore"]
-
 _log = logging.getLogger("everstep.keeper")
 
 

@@ -11,8 +11,6 @@ from everstep.link.wire import Connection
 from everstep.seams.processes.processes import PidWatch
 from everstep.state.layout.shards import ShardLayout
 
-__all__ = ["AttachedTrainer"]
-
 
 class AttachedTrainer:
     """Connection to the attached training process, and the state that its messages build up.

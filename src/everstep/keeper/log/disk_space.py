@@ -10,8 +10,6 @@ from everstep.errors import OutOfSpaceError
 from everstep.format.names import LOG_DIR, TEMPORARY_SUFFIX, parse_rank
 from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["LogSpace", "NoLogSpaceError", "folder_bytes"]
-
 
 class NoLogSpaceError(OutOfSpaceError):
     """The log has used up its share of the budget; retention after the next base may free space."""

@@ -29,8 +29,6 @@ from everstep.seams.files.stalls import wait_while_active
 from everstep.seams.processes.threads import IoThreads
 from everstep.state.layout.shards import ShardLayout
 
-__all__ = ["LogStore", "LoggedStep", "records_from_wire"]
-
 _STEPS_MAX = 64
 """Most steps that :meth:`LogStore.steps_from` returns at once."""
 

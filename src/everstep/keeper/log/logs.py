@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from everstep.keeper.process.duty import Handler, ServedTimeline
     from everstep.link.keeper_stats import KeeperStats
 
-__all__ = [
-    "Logs",
-    "ServedTimelines",
-]
-
 
 class ServedTimelines:
     """Timeline records as they were when this keeper served them.

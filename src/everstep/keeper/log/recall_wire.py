@@ -21,8 +21,6 @@ from everstep.restore.fetch.peer_copy import PeerCopy, size_of
 from everstep.restore.fetch.peer_log import PackedSteps, PeerLog
 from everstep.tiers.memory import MemoryFile
 
-__all__ = ["base_from_wire", "base_to_wire", "log_to_wire", "recalled_from_wire"]
-
 
 def base_to_wire(capture: Capture) -> tuple[dict[str, Any], list[bytes]]:
     """Encode a captured base: the slices of the arena that it consists of, and its headers and

@@ -25,15 +25,6 @@ from everstep.state.layout.shards import ShardLayout
 if TYPE_CHECKING:
     from everstep.link.keeper_stats import KeeperStats
 
-__all__ = [
-    "AutoBatch",
-    "Batch",
-    "SegmentQueue",
-    "StoredRecord",
-    "batch_from_wire",
-    "open_segments",
-]
-
 
 _STEPS_MAX = 100_000
 

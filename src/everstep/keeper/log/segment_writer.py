@@ -32,8 +32,6 @@ from everstep.tiers.durable_files import (
     write_durably,
 )
 
-__all__ = ["SegmentTimes", "SegmentWriter"]
-
 _MARKER_BYTES = 1024
 """Reserved for a marker; about 450 bytes are used."""
 

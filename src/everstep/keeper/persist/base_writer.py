@@ -34,7 +34,6 @@ from everstep.state.layout.shards import Body
 if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import MemoryBases
 
-__all__ = ["BaseWriter"]
 
 _LOOK_AGAIN_S = 0.2
 

@@ -46,16 +46,6 @@ from everstep.state.layout.shards import Body
 from everstep.tiers.durable_files import remove_if_there, storage_errors, temporary, write_durably
 from everstep.tiers.slots import SlotStore
 
-__all__ = [
-    "Committer",
-    "OneRankCommit",
-    "OneRankCommitter",
-    "Timeline",
-    "commit_base",
-    "is_committed",
-    "open_committer",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Timeline:

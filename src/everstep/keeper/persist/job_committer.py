@@ -55,12 +55,6 @@ from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body
 from everstep.tiers.durable_files import storage_errors
 
-__all__ = [
-    "JobCommitter",
-    "damaged_after_commit_error",
-    "outcome_error",
-]
-
 _log = logging.getLogger("everstep.keeper")
 _TICK_S = 0.1
 # For retention over all ranks. A rank that does not answer in time is asked again after the next

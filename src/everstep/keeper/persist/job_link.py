@@ -21,8 +21,6 @@ from everstep.link.job_session import JobSession
 from everstep.seams.clock import Clock
 from everstep.seams.network.mailbox import Mailbox
 
-__all__ = ["JobLink"]
-
 _log = logging.getLogger("everstep.keeper")
 # Heartbeats within the time after which a silent rank is reported.
 _BEATS = 20

@@ -67,8 +67,6 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.durable_files import remove_if_there, temporary, write_durably
 
-__all__ = ["RankDisk", "RankFiles"]
-
 
 class RankFiles(Protocol):
     """Writes and reads this rank's files of a base."""

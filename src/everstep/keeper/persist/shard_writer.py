@@ -18,8 +18,6 @@ from everstep.state.layout.shards import Body
 from everstep.tiers.durable_files import ensure_dir, remove_if_there, temporary
 from everstep.tiers.slots import SlotStore
 
-__all__ = ["DigestAudit", "ShardWriter"]
-
 
 class ShardWriter:
     """Writes the files of one rank, of one base after the other.

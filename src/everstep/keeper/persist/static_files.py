@@ -26,8 +26,6 @@ from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body, ShardLayout, at_lsn
 from everstep.tiers.durable_files import remove_if_there, temporary
 
-__all__ = ["StaticFiles"]
-
 _log = logging.getLogger("everstep.keeper")
 
 

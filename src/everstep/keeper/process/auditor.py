@@ -28,8 +28,6 @@ from everstep.seams.processes.children import Child, Ended
 from everstep.seams.processes.conditions import Condition
 from everstep.tiers.durable_files import write_durably
 
-__all__ = ["CPU_SHARE", "Auditor", "Audits"]
-
 CPU_SHARE = 0.05
 """Largest share of one core for audits, averaged from the start of one to the start of the next."""
 

@@ -26,8 +26,6 @@ from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.network.mailbox import TcpMailbox
 
-__all__ = ["BaseEvents", "Bases"]
-
 _log = logging.getLogger("everstep.keeper")
 
 

@@ -13,8 +13,6 @@ from everstep.link.wire import Connection, accept
 from everstep.seams.clock import Clock
 from everstep.seams.processes.processes import descriptors_max
 
-__all__ = ["Connections", "MessageHandler"]
-
 _log = logging.getLogger("everstep.keeper")
 _GUESTS_MAX = 64
 # Divisor of the descriptor limit: the keeper needs the others for files and for other ranks.

@@ -15,8 +15,6 @@ from everstep.seams import Seams
 if TYPE_CHECKING:
     from everstep.keeper.ship.couriers import Couriers
 
-__all__ = ["Copies"]
-
 
 class Copies:
     """Couriers of the timeline that is served.

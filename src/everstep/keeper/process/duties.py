@@ -33,8 +33,6 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.wire import error_to_wire
 from everstep.seams import Seams
 
-__all__ = ["Duties"]
-
 _log = logging.getLogger("everstep.keeper")
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from everstep.keeper.persist.base_writer import BaseWriter
     from everstep.keeper.persist.job_link import JobLink
 
-__all__ = ["Duty", "Handler", "ServedTimeline"]
 
 _log = logging.getLogger("everstep.keeper")
 

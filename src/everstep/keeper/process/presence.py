@@ -14,8 +14,6 @@ from everstep.keeper.process.connections import Connections
 from everstep.link.wire import error_to_wire
 from everstep.seams.clock import Clock
 
-__all__ = ["Presence", "Registered"]
-
 _log = logging.getLogger("everstep.keeper")
 _REFRESH_EVERY_S = 3600.0
 _LOOK_EVERY_S = 1.0

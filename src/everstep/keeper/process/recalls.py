@@ -19,8 +19,6 @@ from everstep.keeper.replica.served_replica import ServedReplica
 from everstep.keeper.ship.peer_copies import PeerCopies
 from everstep.link.messages import identity_to_wire, parts_of
 
-__all__ = ["Recalls"]
-
 
 class Recalls:
     """Describes the newest base, the logs and the copies of other ranks that are in memory."""

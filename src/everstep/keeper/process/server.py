@@ -27,8 +27,6 @@ from everstep.link.wire import Connection, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.network.sockets import close_descriptors
 
-__all__ = ["Server"]
-
 _log = logging.getLogger("everstep.keeper")
 _TICK_S = 0.2
 _SETTLING_TICK_S = 0.02

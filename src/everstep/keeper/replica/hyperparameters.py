@@ -17,8 +17,6 @@ from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references
 
-__all__ = ["pack_tensors", "tensor_hyperparameters"]
-
 Tensors = Mapping[str, tuple[Entry, memoryview]]
 """Entries and their bytes, by name."""
 

@@ -23,8 +23,6 @@ from everstep.state.layout.shards import Placed, ShardLayout
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import host_bytes, tensor_entry
 
-__all__ = ["lossy_update"]
-
 
 def lossy_update(record: LogRecord, ratio: float, int8_below: int) -> LogRecord | None:
     """Return an approximate copy of an update; None if training consumed a compressed gradient in

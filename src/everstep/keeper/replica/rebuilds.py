@@ -30,8 +30,6 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.processes.threads import IoThreads
 
-__all__ = ["Rebuilds", "timeline_record"]
-
 _log = logging.getLogger("everstep.keeper")
 
 

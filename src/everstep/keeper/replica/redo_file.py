@@ -19,8 +19,6 @@ from everstep.format.plan import BasePlan
 from everstep.link.assembly import Assembly, FuzzyParts
 from everstep.link.capture import Capture, RedoFile
 
-__all__ = ["add_redo_file"]
-
 
 def add_redo_file(
     capture: Capture,

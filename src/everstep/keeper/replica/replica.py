@@ -28,8 +28,6 @@ from everstep.seams.memory import copy_view
 from everstep.seams.processes.conditions import Condition
 from everstep.state.layout.shards import pieces
 
-__all__ = ["BaseRequest", "Replica", "ReplicaEvents", "ReplicaLimits"]
-
 _STEPS_AT_ONCE = 4
 """Most steps applied at once.
 

@@ -33,11 +33,6 @@ from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
 
-__all__ = [
-    "ReplicaState",
-    "rebuild",
-]
-
 
 class ReplicaState:
     """A base in memory, updated by steps of the log (LowDiff section VI).

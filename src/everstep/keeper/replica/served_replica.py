@@ -20,8 +20,6 @@ from everstep.link.samples import Samples
 from everstep.link.wire import error_to_wire
 from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["ServedReplica"]
-
 _log = logging.getLogger("everstep.keeper")
 
 

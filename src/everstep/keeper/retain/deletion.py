@@ -41,8 +41,6 @@ from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.durable_files import remove_if_there
 from everstep.tiers.slots import SlotStore
 
-__all__ = ["delete_base", "delete_files", "delete_segments", "perform_deletion"]
-
 
 def delete_base(
     filesystem: FileSystem,

@@ -17,7 +17,7 @@ from itertools import chain as chained
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
-from everstep.config.options import History
+from everstep.config.intervals import History
 from everstep.format.log import RecordHead
 from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
 from everstep.format.records import TimelineRecord
@@ -28,13 +28,6 @@ from everstep.run.segments import SegmentCache, SegmentFound, scan_logs, validat
 from everstep.seams import Seams
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem
-
-__all__ = [
-    "HistoryFlush",
-    "HistoryWindow",
-    "SegmentAges",
-    "history_windows",
-]
 
 _Step = tuple[int, int]  # of a timeline
 

@@ -17,8 +17,6 @@ from everstep.run.verify import verify_base
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import silent
 
-__all__ = ["ReadBack"]
-
 
 class ReadBack:
     """Plans retention in one place, and reads back the base that a plan relies on.

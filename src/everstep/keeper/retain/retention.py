@@ -16,7 +16,7 @@ from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import needed_by
-from everstep.config.options import History
+from everstep.config.intervals import History
 from everstep.errors import DamageError, FencedError
 from everstep.format.names import (
     AUDIT_RECORD,
@@ -47,8 +47,6 @@ from everstep.run.uncondemn import uncondemn
 from everstep.seams.clock import Clock
 from everstep.tiers.durable_files import remove_if_there, storage_errors
 from everstep.tiers.slots import SlotStore
-
-__all__ = ["Retention"]
 
 
 class Retention:

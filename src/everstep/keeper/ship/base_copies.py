@@ -40,8 +40,6 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.tiers.streams import read_record
 
-__all__ = ["BaseCopier", "BaseCopies", "CopyGroup", "OtherKeepers"]
-
 _log = logging.getLogger("everstep.keeper")
 _RATE_POLL_S = 1.0
 _REPORT_INTERVAL_MIN_S = 0.1

@@ -23,8 +23,6 @@ from everstep.format.message_codec import Stored
 from everstep.keeper.ship.transfer import REPEAT_S, PeerLink, SendStats, WindowedTransfer
 from everstep.restore.fetch.held import HeldBase
 
-__all__ = ["BaseSender", "Pace", "Source"]
-
 _SHARE = 0.8
 """Share of the time between two bases used for sending; the rest absorbs delays (section 3.2)."""
 

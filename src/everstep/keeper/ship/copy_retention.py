@@ -19,8 +19,6 @@ from everstep.keeper.ship.place import ROOT, CopyPlace
 from everstep.run.scan import BaseFound, Inventory
 from everstep.run.uncondemn import uncondemn_in_tier
 
-__all__ = ["CopyRetention"]
-
 _CHUNKS = 3
 _READERS = 1
 

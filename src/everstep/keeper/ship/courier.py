@@ -18,8 +18,6 @@ from everstep.keeper.ship.place import CopyPlace
 from everstep.seams.clock import Clock
 from everstep.seams.processes.conditions import Condition
 
-__all__ = ["CopyStats", "CopyWork", "Courier"]
-
 _log = logging.getLogger("everstep.keeper")
 _STOP_TIMEOUT_S = 5.0
 

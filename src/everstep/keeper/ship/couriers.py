@@ -30,8 +30,6 @@ from everstep.tiers.rate import ObjectRate, pace_s
 from everstep.tiers.urls import open_tier
 from everstep.tiers.watched import WatchedTier
 
-__all__ = ["Couriers"]
-
 _HANG_S = 600.0
 """Seconds without progress after which a call counts as hung.
 

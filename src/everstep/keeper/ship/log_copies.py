@@ -43,8 +43,6 @@ from everstep.seams.failpoints import failpoint
 from everstep.tiers.memory import MemoryFile
 from everstep.tiers.rate import SEGMENT_OBJECTS
 
-__all__ = ["LogCopies"]
-
 _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20
 """Maximum size of a segment of several steps; a single step may be larger."""

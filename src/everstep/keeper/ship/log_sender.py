@@ -17,8 +17,6 @@ from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.ship.transfer import PeerLink, SendStats, WindowedTransfer
 from everstep.restore.fetch.peer_log import PackedSteps, pack_steps, unpack_steps
 
-__all__ = ["LogSender"]
-
 _BATCH_BYTES = 4 << 20
 """Maximum size of several steps sent together; a single step may be larger."""
 _TRIES_MAX = 3

@@ -15,8 +15,6 @@ from functools import partial
 from everstep.format.log import LogRecord
 from everstep.tiers.options import PeerOptions, TierOptions
 
-__all__ = ["lossy_record", "shrinking"]
-
 
 def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:
     """Return the function that makes records approximate for a place; None: records are copied

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from everstep.keeper.ship.base_sender import Source
     from everstep.keeper.ship.peer_exchange import PeerExchange
 
-__all__ = ["PeerCopies"]
-
 
 class PeerCopies:
     """Copies that this keeper holds for other ranks, and the exchange with its own peer.

@@ -37,8 +37,6 @@ from everstep.keeper.ship.base_sender import BaseSender, Pace, Source
 from everstep.keeper.ship.log_sender import LogSender
 from everstep.keeper.ship.transfer import REPEAT_S, PeerLink
 
-__all__ = ["PeerExchange"]
-
 _log = logging.getLogger("everstep.keeper")
 _IDLE_S = 0.1
 _BUSY_S = 0.01

@@ -15,8 +15,6 @@ from everstep.tiers.files import TierFileSystem
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.streams import read_record
 
-__all__ = ["ROOT", "CopyPlace", "newest_timeline_in", "tier_errors"]
-
 ROOT = PurePath("/")
 """Root of the paths of files in a place."""
 

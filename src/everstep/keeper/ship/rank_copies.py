@@ -32,8 +32,6 @@ from everstep.run.scan import BaseFound
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["FollowingCopies", "LeadingCopies"]
-
 _log = logging.getLogger("everstep.keeper")
 _POLL_S = 0.1
 

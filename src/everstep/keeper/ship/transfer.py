@@ -15,8 +15,6 @@ from everstep.errors import EverstepError, KeeperError
 from everstep.link.job_session import JobSession
 from everstep.seams.clock import Clock
 
-__all__ = ["CHUNK_BYTES", "REPEAT_S", "PeerLink", "SendStats", "WindowedTransfer"]
-
 _log = logging.getLogger("everstep.keeper")
 CHUNK_BYTES = 1 << 20
 REPEAT_S = 2.0

@@ -16,8 +16,6 @@ from everstep.config.given import nearest
 from everstep.errors import OptionError
 from everstep.plan.schedule.steps import Operator, StepTrace
 
-__all__ = ["DEVICES", "Device", "device", "seconds_of", "times_of"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 

@@ -29,8 +29,6 @@ from everstep.plan.schedule.schedule import (
     peak_of,
 )
 
-__all__ = ["exact", "has_solver"]
-
 
 def has_solver() -> bool:
     """Return True if PySCIPOpt is installed."""

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from everstep.errors import OptionError, UnavailableError
 
-__all__ = ["Buckets"]
-
 _BUCKETS_BYTES = (1 << 20, 25 << 20)
 
 _Launch = Callable[[str, Sequence[Tensor], int], None]

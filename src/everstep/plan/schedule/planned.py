@@ -12,8 +12,6 @@ from everstep.plan.schedule.exact import exact, has_solver
 from everstep.plan.schedule.schedule import Mode, Problem, Schedule, problem_of, schedule
 from everstep.plan.schedule.steps import StepTrace
 
-__all__ = ["Planned", "every_steps", "plan_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:

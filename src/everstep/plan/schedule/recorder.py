@@ -22,8 +22,6 @@ from torch.utils.flop_counter import flop_registry
 
 from everstep.plan.schedule.steps import WAIT, Kind, Operator, Phase, Traced
 
-__all__ = ["Recorder", "address_of", "parts_of"]
-
 # Operators that write to arguments which their schemas do not mark as written.
 _UNMARKED_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten::native_batch_norm": ("running_mean", "running_var"),

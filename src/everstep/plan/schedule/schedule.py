@@ -38,23 +38,6 @@ from typing import Literal
 from everstep.errors import InfeasibleError, OptionError
 from everstep.plan.schedule.steps import StepTrace
 
-__all__ = [
-    "Chunk",
-    "Group",
-    "Item",
-    "Mode",
-    "Placement",
-    "Problem",
-    "Schedule",
-    "bound",
-    "greedy",
-    "groups_of",
-    "memory_of",
-    "peak_of",
-    "problem_of",
-    "schedule",
-]
-
 Mode = Literal["paper", "direct"]
 
 

@@ -12,8 +12,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["WAIT", "Kind", "Operator", "Phase", "StepTrace", "Traced", "difference"]
-
 Phase = Literal["forward", "backward", "update"]
 Kind = Literal["parameter", "state", "buffer", "gradient", "activation"]
 

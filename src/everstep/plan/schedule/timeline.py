@@ -21,8 +21,6 @@ from itertools import chain, islice
 
 from everstep.plan.schedule.schedule import Chunk, Item, Placement, Problem
 
-__all__ = ["Departure", "Leaving", "StepPlan", "place", "plan_departures"]
-
 _INTERVALS = 32  # approximate number in a step; copies are issued at their beginnings
 _UNIT_BYTES = (512, 64 << 10)  # slices are multiples of a unit: its minimum and maximum
 _UNITS = 4096  # approximate number that the link moves in a step

@@ -21,18 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.plan.schedule.parallel import Buckets
 from everstep.plan.schedule.recorder import Recorder
-from everstep.plan.schedule.steps import Kind, Operator, Phase, StepTrace, Traced, difference
-
-__all__ = [
-    "Kind",
-    "Operator",
-    "Phase",
-    "StepTrace",
-    "Traced",
-    "difference",
-    "state_of",
-    "trace_training",
-]
+from everstep.plan.schedule.steps import Kind, StepTrace
 
 
 def trace_training(

@@ -24,8 +24,6 @@ from everstep.plan.schedule.parallel import Buckets
 from everstep.plan.schedule.steps import StepTrace, difference
 from everstep.plan.schedule.trace import trace_training
 
-__all__ = ["Optimizers", "Training", "trace_of"]
-
 Training = Callable[[int], tuple[nn.Module, Callable[[], Tensor]]]
 """Function of a batch size that makes, on the default device, a model and its loss on a batch."""
 

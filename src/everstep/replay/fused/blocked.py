@@ -27,8 +27,6 @@ from everstep.replay.fused.programs import Numbers, WorkBuffers, numbers, progra
 from everstep.replay.optimizer_step import writes_gradients
 from everstep.replay.updates import Gradient, Packed, Update
 
-__all__ = ["ALIGNMENT_ELEMENTS", "BLOCK_ELEMENTS", "Blocked"]
-
 BLOCK_ELEMENTS = 512 * 1024
 """Elements of a block: with fp32 moments 6 MB, which stay in the last-level cache. In smaller
 blocks

@@ -9,17 +9,6 @@ import torch
 
 from everstep.replay.updates import Gradient, Packed
 
-__all__ = [
-    "Block",
-    "Scratch",
-    "copied",
-    "cut",
-    "flat",
-    "has_gaps",
-    "line",
-    "memory_order",
-]
-
 MAX_TENSORS = 256
 """Small tensors are grouped until they fill a block, but no more than this, or there is nothing to
 share among threads."""

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-__all__ = ["COUNT_MAX", "Numbers", "WorkBuffers", "numbers", "program", "suits"]
-
 Numbers = list[float]
 Program = Callable[
     [

@@ -39,8 +39,6 @@ from everstep.tiers.durable_files import write_durably
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.streams import read_record
 
-__all__ = ["RunWithCopies", "parallel_reads", "switch_to_copy", "write_manifest"]
-
 _EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
 _MARKS = {CONDEMNED, DELETING}
 _PARALLEL_READS = 8

@@ -17,8 +17,6 @@ from everstep.run.fence import timeline_bytes
 from everstep.run.open_base import OpenBase, check_identity
 from everstep.seams import FileSystem, ReadFile
 
-__all__ = ["HeldBase", "KeeperContents"]
-
 _log = logging.getLogger("everstep")
 
 

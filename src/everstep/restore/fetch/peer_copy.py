@@ -12,8 +12,6 @@ from everstep.format.records import FileRecord, Marker, TimelineRecord
 from everstep.run.open_base import check_identity
 from everstep.tiers.memory import MemoryFile
 
-__all__ = ["PeerCopy", "check_files", "files_over", "size_of"]
-
 _CHUNK_BYTES = 1 << 20
 
 

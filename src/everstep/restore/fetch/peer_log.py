@@ -21,18 +21,6 @@ from everstep.format.log import LogRecord, pack_index, records_of_packed
 from everstep.format.records import TimelineRecord
 from everstep.run.scan import Inventory
 
-__all__ = [
-    "FetchedLog",
-    "PackedSteps",
-    "PeerLog",
-    "copy_steps",
-    "lay_out_records",
-    "pack_steps",
-    "read_pack",
-    "records_from_pack",
-    "unpack_steps",
-]
-
 _PATH = PurePath("log of a peer")
 _ALIGNMENT_BYTES = 64
 _OFFSET_BYTES = 8

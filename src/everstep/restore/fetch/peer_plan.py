@@ -34,16 +34,6 @@ from everstep.restore.fetch.peer_copy import size_of
 from everstep.restore.fetch.peer_log import PeerLog
 from everstep.restore.fetch.served_files import Coverage
 
-__all__ = [
-    "CopyOffer",
-    "FetchPlan",
-    "LogOffer",
-    "fetch_plan",
-    "logs_needed",
-    "offers_on_disks",
-    "with_logs",
-]
-
 _LOG_WIRE = PurePath("log of a peer")
 
 

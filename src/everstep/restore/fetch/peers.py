@@ -41,18 +41,6 @@ from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes, Sta
 from everstep.run.scan import Inventory
 from everstep.seams.clock import Clock
 
-__all__ = [
-    "AllGather",
-    "CopyOffer",
-    "FetchCopies",
-    "FetchPlan",
-    "FetchResult",
-    "FetchedBase",
-    "Remains",
-    "fetch_from_peers",
-    "fetch_plan",
-]
-
 _log = logging.getLogger("everstep")
 _WIRE = PurePath("copy")
 _TICK_S = 0.05

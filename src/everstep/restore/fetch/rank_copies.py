@@ -26,13 +26,6 @@ from everstep.tiers.contract import Tier
 from everstep.tiers.files import ReadingFileSystem, TierFileSystem
 from everstep.tiers.memory import MemoryFile
 
-__all__ = [
-    "Copies",
-    "CopyOfRun",
-    "SmallFiles",
-    "tier_errors",
-]
-
 _SMALL_BYTES = 1 << 20
 _KEPT_BYTES_MAX = 64 << 20
 

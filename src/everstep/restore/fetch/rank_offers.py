@@ -34,8 +34,6 @@ from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import silent
 from everstep.tiers.durable_files import create_exclusive, ensure_dir, ensure_dirs
 
-__all__ = ["base_offer", "keep_manifest", "offer_of", "open_on_disk", "verify_rank"]
-
 
 def offer_of(
     filesystem: FileSystem,

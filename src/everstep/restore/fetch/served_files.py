@@ -20,14 +20,6 @@ from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.placement import Placement, replicas_on_mesh
 from everstep.state.layout.shards import Placed
 
-__all__ = [
-    "Coverage",
-    "OpenFile",
-    "ServedFiles",
-    "coverage_on_disk",
-    "run_file_opener",
-]
-
 _log = logging.getLogger("everstep")
 
 OpenFile = Callable[[BaseId, str], ReadFile]

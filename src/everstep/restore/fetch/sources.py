@@ -18,16 +18,6 @@ from everstep.restore.fetch.held import HeldBase
 from everstep.restore.load.saved_ranks import HoleError
 from everstep.seams.files.filesystem import FileSystem
 
-__all__ = [
-    "Place",
-    "Places",
-    "RankBack",
-    "RankRead",
-    "failed_rank",
-    "read_from_places",
-    "source_name",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -30,15 +30,6 @@ from everstep.errors import DeadlineError, EverstepError, FormatError, RecoveryE
 from everstep.seams import Clock
 from everstep.seams.network.mailbox import Mailbox
 
-__all__ = [
-    "CHUNK_BYTES",
-    "IncomingBytes",
-    "Meeting",
-    "StartChannel",
-    "failure_reason",
-    "remote_failure",
-]
-
 _log = logging.getLogger("everstep")
 _TICK_S = 0.1
 _LISTENED_S_MAX = 1.0  # per look; in longer intervals this rank was busy or stopped

@@ -48,20 +48,6 @@ from everstep.state.training_state import NOT_IN_STATE, State
 from everstep.state.values.tensors import host_bytes, local_tensor
 from everstep.state.values.tree import join, references
 
-__all__ = [
-    "CompleteRank",
-    "CompletedRank",
-    "LoadedBase",
-    "Reads",
-    "check_contents",
-    "compare_ranks",
-    "contents",
-    "load_ranks",
-    "rank_contents",
-    "sections_left_out",
-    "sections_of_base",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Reads:

@@ -12,8 +12,6 @@ from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.tensors import local_tensor
 
-__all__ = ["is_finite", "nonfinite_notice", "nonfinite_parameter"]
-
 
 def nonfinite_parameter(state: State) -> str | None:
     """Return the name of an optimized parameter that holds NaN or infinity; None if all are finite.

@@ -19,8 +19,6 @@ from everstep.state.layout.entries import DTYPE_BYTES
 from everstep.state.layout.placement import Box
 from everstep.state.layout.shards import overlaps
 
-__all__ = ["Fill", "PieceReads", "fills", "fills_by_file"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fill:

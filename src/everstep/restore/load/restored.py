@@ -9,8 +9,6 @@ from everstep.restore.load.load import LoadedBase
 from everstep.run.candidates import Skipped
 from everstep.run.scan import BaseFound
 
-__all__ = ["OTHER_STATE", "Restored"]
-
 OTHER_STATE = "the log after it belongs to a state of another composition"
 """Reason why a log is not replayed on a state."""
 

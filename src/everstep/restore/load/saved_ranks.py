@@ -39,17 +39,6 @@ from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references
 
-__all__ = [
-    "HoleError",
-    "Piece",
-    "SavedLayout",
-    "SavedRanks",
-    "View",
-    "ambiguous_tensors",
-    "needs_of",
-    "read_object",
-]
-
 _LISTED = 8
 
 

@@ -34,18 +34,6 @@ from everstep.state.values.tensors import (
 )
 from everstep.state.values.tree import join, references
 
-__all__ = [
-    "Targets",
-    "box_here",
-    "overlap_conflicts",
-    "overlapping_entries",
-    "part_of",
-    "restore_into",
-    "restrided",
-    "shared_memory_error",
-    "tie_changes",
-]
-
 
 @dataclass(slots=True)
 class Targets:

@@ -24,8 +24,6 @@ from everstep.seams.files.filesystem import FileSystem
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
 
-__all__ = ["LogFound", "LogReader"]
-
 _THREADS = 8  # segments of a copy to read at a time, as each read waits for a network
 
 

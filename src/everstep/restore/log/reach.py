@@ -12,8 +12,6 @@ from everstep.run.candidates import Candidates, Skipped, candidates
 from everstep.run.chain import Chain, LogIndex, chains, path_of
 from everstep.run.scan import BaseFound, Inventory
 
-__all__ = ["Reachable", "current_first", "nothing_restorable", "reachable"]
-
 
 @dataclass(frozen=True, slots=True)
 class Reachable:

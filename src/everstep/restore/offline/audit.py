@@ -44,14 +44,6 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout.entries import Entry
 from everstep.version import __version__
 
-__all__ = [
-    "Audit",
-    "Pair",
-    "audit",
-    "audit_newest",
-    "pairs",
-]
-
 Verdict = Literal["equal", "different", "unchecked"]
 
 

@@ -16,8 +16,6 @@ from pathlib import PurePath
 from everstep.seams.processes.children import yield_resources
 from everstep.seams.stderr import print_line
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Audit the newest base that has no audit yet; return the exit status."""

@@ -25,8 +25,6 @@ from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.tree import references
 
-__all__ = ["complete_live_base", "complete_offline_base"]
-
 
 def complete_live_base(
     opened: OpenBase,

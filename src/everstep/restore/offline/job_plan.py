@@ -17,8 +17,6 @@ from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.zero import PARTITIONED
 from everstep.state.values.objects import decode
 
-__all__ = ["RankPlan", "diverged_parameters", "objects_of_rank", "plan_rank"]
-
 
 @dataclass(slots=True, eq=False)
 class RankPlan:

@@ -43,16 +43,6 @@ from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 from everstep.state.values.tree import references
 
-__all__ = [
-    "JobState",
-    "JobStep",
-    "RankReplay",
-    "Sharing",
-    "TensorKey",
-    "rank_entry_name",
-    "tensor_key",
-]
-
 JobStep = Mapping[int, tuple[Sequence[LogRecord], LogRecord]]
 """Updates of a step in order, and its mark, by rank."""
 

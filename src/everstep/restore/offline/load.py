@@ -38,8 +38,6 @@ from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.placement import Box
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 
-__all__ = ["load_job"]
-
 
 def load_job(
     filesystem: FileSystem,

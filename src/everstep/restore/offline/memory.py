@@ -35,8 +35,6 @@ from everstep.state.providers.zero import PARTITIONED
 from everstep.state.values.objects import TensorRef, decode, encode
 from everstep.state.values.tree import join, references
 
-__all__ = ["HostMemory"]
-
 
 @dataclass(slots=True, eq=False)
 class _Optimizer:

@@ -32,8 +32,6 @@ from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.shards import Placed, overlaps
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 
-__all__ = ["CompletedFiles", "complete_rank_files", "read_rank_files", "require_memory"]
-
 _ALIVE_S = 0.5
 
 

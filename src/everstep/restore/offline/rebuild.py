@@ -45,15 +45,6 @@ from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import progress
 
-__all__ = [
-    "Change",
-    "Rebuilder",
-    "Rebuilt",
-    "ReplayResult",
-    "changes",
-]
-
-
 _Way = tuple[BaseFound, Chain]
 
 

@@ -27,8 +27,6 @@ from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
 from everstep.state.layout.entries import shape_of_all
 
-__all__ = ["Reach", "RunLog", "bases_on", "spans"]
-
 _ATTEMPTS = 8
 _UNKNOWN = "?"  # shape of an unreadable base; matches no log
 

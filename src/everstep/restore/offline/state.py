@@ -12,8 +12,6 @@ from everstep.format.records import Marker
 from everstep.state.layout.entries import Entry
 from everstep.state.values.tensors import host_bytes
 
-__all__ = ["OfflineState"]
-
 
 @dataclass(slots=True, eq=False)
 class OfflineState:

@@ -12,8 +12,6 @@ from everstep.seams.fingerprint import (
     threads_disagree,
 )
 
-__all__ = ["denormal_mismatch", "fingerprint_difference", "replay_conditions"]
-
 
 def replay_conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, str]:
     """Compare the conditions that the bits of updates depend on, besides the optimizer (I9).

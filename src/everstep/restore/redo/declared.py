@@ -13,8 +13,6 @@ from everstep.state.layout.names import SAMPLE, SPOT
 from everstep.state.layout.shards import Placed
 from everstep.state.training_state import State
 
-__all__ = ["DeclaredRedo"]
-
 
 class DeclaredRedo:
     """Run the functions registered on a live state (I8).

@@ -28,17 +28,6 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout.names import SAMPLE, SPOT
 from everstep.state.layout.shards import Placed
 
-__all__ = [
-    "STEPS_AT_ONCE",
-    "MarkEntries",
-    "Memory",
-    "ReplayDriver",
-    "Step",
-    "divergence_error",
-    "sampled_difference",
-    "verified_steps",
-]
-
 STEPS_AT_ONCE = 5
 """Largest number of steps replayed in one pass over the state; more gain nothing."""
 

@@ -42,15 +42,6 @@ from everstep.state.values.objects import decode
 from everstep.state.values.tensors import dtensor_over, is_dtensor, local_tensor, tensor_entry
 from everstep.state.values.tree import join, references, split
 
-__all__ = [
-    "LiveMemory",
-    "live_tensors",
-    "make_replayer",
-    "mark_holds_less",
-    "require_fit",
-    "restore_from_mark",
-]
-
 _Surveyed = tuple[Sequence[torch.Tensor], Sequence[int], Mapping[str, torch.Tensor]]
 """Tensors of the optimizers, their addresses, and all tensors of the state by entry name."""
 

@@ -9,8 +9,6 @@ from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.values.objects import TensorRef
 from everstep.state.values.tree import references
 
-__all__ = ["owned_entries", "parameter_names"]
-
 
 def owned_entries(trees: Mapping[str, Any], canonical: Callable[[str], str]) -> set[str]:
     """Return the entries that are a parameter or a state tensor of any optimizer. Arguments as for

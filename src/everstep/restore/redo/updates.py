@@ -38,16 +38,6 @@ from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
 from everstep.state.values.tree import join
 
-__all__ = [
-    "SharedGradients",
-    "UnknownClassError",
-    "gradients_from_other_ranks",
-    "gradients_of",
-    "own_share",
-    "replay_class",
-    "update_from_record",
-]
-
 _DEFAULT_DTYPES = (
     torch.float16,
     torch.bfloat16,

@@ -15,8 +15,6 @@ from everstep.state.layout.placement import Placement
 from everstep.state.providers.zero import PARTITIONED
 from everstep.state.values.objects import decode, encode
 
-__all__ = ["RankObjects", "is_partitioned", "merge_zero_objects", "merged_object"]
-
 RankObjects = Mapping[int, Mapping[str, bytes]]
 """Encoded objects by rank and entry name."""
 

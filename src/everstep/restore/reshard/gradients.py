@@ -30,8 +30,6 @@ from everstep.state.training_state import State
 from everstep.state.values.objects import decode, join_path
 from everstep.state.values.tensors import local_box, local_tensor
 
-__all__ = ["ReshardedGradients", "source_rank_of"]
-
 _ANY_CUT = (torch.float32, torch.float64)
 
 

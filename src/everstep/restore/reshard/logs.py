@@ -22,8 +22,6 @@ from everstep.run.candidates import Skipped
 from everstep.run.scan import Inventory
 from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["LogsInMemory", "ReshardedLogs"]
-
 _log = logging.getLogger("everstep")
 
 

@@ -41,8 +41,6 @@ from everstep.state.values.tensors import (
 )
 from everstep.state.values.tree import references
 
-__all__ = ["ReshardedSamples", "restore_marks"]
-
 _WHICH = f"{SPOT}which"
 
 

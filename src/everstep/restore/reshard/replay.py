@@ -28,8 +28,6 @@ from everstep.seams.progress import progress
 from everstep.state.ranks.log_shares import updated_elsewhere
 from everstep.state.training_state import State
 
-__all__ = ["Fetch", "replay_resharded"]
-
 Fetch = Callable[[Sequence[int], int, int], Mapping[int, Sequence[LogRecord]]]
 """Returns the updates and the mark of a step (timeline, step) of the logs of some ranks, verified.
 

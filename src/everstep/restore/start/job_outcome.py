@@ -24,16 +24,6 @@ from everstep.run.scan import Inventory
 from everstep.seams.fingerprint import fingerprint, merge_fingerprints, process_name
 from everstep.state.training_state import State
 
-__all__ = [
-    "Outcome",
-    "doubted",
-    "record_of",
-    "recovery_report",
-    "refusal_error",
-    "resumed_of",
-    "with_ranks",
-]
-
 _HINT_UNLIKE = (
     "build the state that these ranks share as it was saved, the same on all of them; parameters "
     "that are new on one rank (a head, say) can be added to the optimizer after "

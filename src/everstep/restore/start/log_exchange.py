@@ -24,8 +24,6 @@ from everstep.restore.fetch.peer_log import lay_out_records, records_from_pack
 from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes, StartChannel
 from everstep.seams.clock import Clock
 
-__all__ = ["EncodedLog", "LogExchange", "decode_records", "encode_records"]
-
 _TICK_S = 0.05
 _CACHE_BYTES = 64 << 20
 _NUMBER_BYTES = 8

@@ -16,8 +16,6 @@ from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
 from everstep.state.layout.names import is_reserved
 
-__all__ = ["missing_sections", "refuse_log_loss"]
-
 
 def missing_sections(
     filesystem: FileSystem, bases: Sequence[BaseFound], wanted: Collection[str] | None = None

@@ -23,8 +23,6 @@ from everstep.seams.progress import ProgressSink, progress, silent
 from everstep.state.ranks.rank_share import SkippedState
 from everstep.state.training_state import State
 
-__all__ = ["RankLoader", "needs_on_disk", "read_layout"]
-
 _log = logging.getLogger("everstep")
 
 

@@ -45,8 +45,6 @@ from everstep.state.layout.entries import shape_digest
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.ranks.log_shares import other_logs_needed
 
-__all__ = ["RankLog", "Redone"]
-
 _log = logging.getLogger("everstep")
 _FETCH_BYTES_MAX = 256 << 20  # records of other ranks fetched at a time; at least one step
 

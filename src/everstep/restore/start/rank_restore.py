@@ -25,8 +25,6 @@ from everstep.run.candidates import Skipped, candidates
 from everstep.run.scan import BaseFound
 from everstep.state.ranks.rank_share import SkippedState
 
-__all__ = ["RankRestore"]
-
 _log = logging.getLogger("everstep")
 _T = TypeVar("_T")
 

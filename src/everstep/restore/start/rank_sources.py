@@ -24,8 +24,6 @@ from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.request import ResumeRequest
 from everstep.run.scan import Inventory, TimelineCache, scan_run
 
-__all__ = ["RankSources"]
-
 _SCANS_MAX = 8
 
 

@@ -12,8 +12,6 @@ from everstep.restore.load.load import LoadedBase
 from everstep.run.audits import describe_audit
 from everstep.run.candidates import Skipped
 
-__all__ = ["Recovery", "Resumed", "describe", "evidence", "why_inexact"]
-
 NO_DATA = "not in the state"
 
 

@@ -11,8 +11,6 @@ from everstep.restore.fetch.held import KeeperContents
 from everstep.seams import Seams
 from everstep.state.training_state import State
 
-__all__ = ["ResumeRequest"]
-
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:

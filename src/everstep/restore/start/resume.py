@@ -45,8 +45,6 @@ from everstep.run.uncondemn import uncondemn
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.durable_files import storage_errors
 
-__all__ = ["resume"]
-
 _log = logging.getLogger("everstep")
 _ATTEMPTS = 8
 

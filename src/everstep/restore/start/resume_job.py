@@ -42,8 +42,6 @@ from everstep.restore.start.request import ResumeRequest
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.durable_files import storage_errors
 
-__all__ = ["resume_all_ranks"]
-
 _log = logging.getLogger("everstep")
 
 

@@ -46,15 +46,6 @@ from everstep.seams.stderr import print_line
 if TYPE_CHECKING:
     from everstep.restore.redo.driver import ReplayDriver
 
-__all__ = [
-    "ChoiceGoneError",
-    "Loader",
-    "OneRankChoice",
-    "base_is_there",
-    "replay",
-    "replayable",
-]
-
 
 class Loader:
     """Loads a base into the live state, from memory if possible.

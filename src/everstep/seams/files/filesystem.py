@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal, Protocol
 
-__all__ = ["DIRECT_ALIGNMENT_BYTES", "DirEntry", "FileSystem", "ReadFile", "WriteFile"]
-
 DIRECT_ALIGNMENT_BYTES = 4096
 """Offsets, lengths and addresses that are multiples of this may bypass the page cache."""
 

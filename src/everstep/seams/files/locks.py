@@ -20,7 +20,6 @@ try:
 except ImportError:  # not a POSIX system; the command line refuses it first
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["LockedFile", "file_identity", "lock_file", "same_file", "try_lock"]
 
 _LOOK_AGAIN_S = 0.01
 _REPLACED_MAX = 100

@@ -18,11 +18,6 @@ from pathlib import PurePath
 
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, DirEntry, ReadFile, WriteFile
 
-__all__ = [
-    "PosixFileSystem",
-    "allocate",
-]
-
 
 def allocate(fd: int, size_bytes: int) -> int:
     """Allocate blocks for the first ``size_bytes`` of a file (Linux's ``fallocate``).

@@ -15,8 +15,6 @@ from typing import Any, cast
 from everstep.seams.clock import RunningTime
 from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["StallTimer", "observed", "wait_while_active"]
-
 _LOOK_AGAIN_S = 0.2
 _OPENING = ("create", "reuse", "open")
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from everstep.errors import DeadlineError, StateError
 
-__all__ = ["Group", "TorchGroup", "group_of_job", "store_survives_restarts"]
-
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BYTE = torch.uint8
 _SIZE_BYTES = 8

@@ -23,13 +23,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = [
-    "Mailbox",
-    "NoMailbox",
-    "ReservedPort",
-    "TcpMailbox",
-]
-
 
 class Mailbox(Protocol):
     """One rank's connection to the other ranks of its job."""

@@ -20,19 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-__all__ = [
-    "FDS_MAX",
-    "SOCKET_PATH_BYTES_MAX",
-    "PeerProcess",
-    "UnixStream",
-    "accept_stream",
-    "close_descriptors",
-    "connect_stream",
-    "listen_at",
-    "own_uid",
-    "stream_pair",
-]
-
 FDS_MAX = 16
 """Maximum number of descriptors in one message."""
 

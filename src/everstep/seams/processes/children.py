@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from everstep.seams.processes.processes import portable_environment
 
-__all__ = ["Child", "Ended", "yield_resources"]
-
 _PR_SET_PDEATHSIG = 1
 _NICEST = 19
 _FIRST_TO_GO = b"1000"

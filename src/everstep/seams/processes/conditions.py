@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from everstep.seams.clock import WaitBudget
 
-__all__ = ["Condition", "Outcome", "wait_all", "wait_done"]
-
 _T = TypeVar("_T")
 
 

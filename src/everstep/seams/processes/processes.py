@@ -19,20 +19,6 @@ try:
 except ImportError:  # not a POSIX system; the command line refuses it first
     resource = None  # type: ignore[assignment]
 
-__all__ = [
-    "PidWatch",
-    "available_cores",
-    "configured_cores",
-    "descriptors_max",
-    "detach_from_parent",
-    "has_file_open",
-    "open_pidfd",
-    "portable_environment",
-    "process_ended",
-    "raise_descriptor_limit",
-    "set_affinity",
-    "start_detached",
-]
 
 _PROC = Path("/proc")
 _LOOK_AGAIN_S = 0.05

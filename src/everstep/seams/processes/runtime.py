@@ -16,8 +16,6 @@ from pathlib import Path, PurePath
 
 from everstep.errors import KeeperError
 
-__all__ = ["RUNTIME_DIR_VARIABLE", "refresh_times", "runtime_folder"]
-
 RUNTIME_DIR_VARIABLE = "EVERSTEP_RUNTIME_DIR"
 
 _HINT = f"set {RUNTIME_DIR_VARIABLE} to a folder of your own, the same for all your programs"

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from everstep.errors import OptionError
 from everstep.seams.clock import Clock
 
-__all__ = ["SAME_S", "ReceivedSignal", "SignalWatch"]
-
 SAME_S = 2.0
 """Seconds after the first signal in which a second one counts as the same request. If a signal goes
 to all processes of a job, and the launcher forwards it too, workers get it twice."""

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from everstep.seams.processes.conditions import Outcome
 
-__all__ = ["IoThreads"]
-
 _T = TypeVar("_T")
 _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 

@@ -41,14 +41,6 @@ from everstep.seams.files.locks import file_identity
 from everstep.seams.network.sockets import close_descriptors
 from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
 
-__all__ = [
-    "attach",
-    "is_there",
-    "orphaned_by_move",
-    "orphaned_logs",
-    "orphaned_state",
-]
-
 _log = logging.getLogger("everstep")
 _START_S = 30.0
 _RETRY_S = 0.05

@@ -18,8 +18,6 @@ from everstep.state.layout.shards import Body, ShardLayout
 from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.remote import RemoteKeeper
 
-__all__ = ["Keeper", "Service", "ThreadKeeper"]
-
 
 class ThreadKeeper(BaseWriter):
     """Keeper that is a thread of the training process. It is never lost alone."""

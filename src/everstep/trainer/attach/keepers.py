@@ -44,12 +44,6 @@ from everstep.trainer.attach.terms import KeeperTerms
 if TYPE_CHECKING:
     from everstep.trainer.participant import Participant
 
-__all__ = [
-    "Keepers",
-    "RankMailbox",
-    "ReplacementAttempts",
-]
-
 
 class RankMailbox:
     """Mailbox of a keeper thread, or reserved address of a keeper process.

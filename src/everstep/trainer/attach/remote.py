@@ -41,12 +41,6 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.trainer.attach.requests import ReplicaRequests, Replies, base_request_to_wire
 from everstep.trainer.attach.terms import KeeperTerms
 
-__all__ = [
-    "KeeperEvents",
-    "RemoteKeeper",
-    "Silence",
-]
-
 _GRACE_S = 1.0
 
 

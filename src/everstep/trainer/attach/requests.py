@@ -16,8 +16,6 @@ from everstep.seams.network.sockets import close_descriptors
 if TYPE_CHECKING:
     from everstep.trainer.attach.remote import RemoteKeeper
 
-__all__ = ["ReplicaRequests", "Replies", "base_request_to_wire"]
-
 
 def base_request_to_wire(
     number: int, step: int, samples: Sequence[Samples], *, exact: bool

@@ -22,8 +22,6 @@ from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.budget.log_limits import LogLimits
 
-__all__ = ["KeeperTerms"]
-
 
 class KeeperTerms:
     """Terms of the keepers of one rank.

@@ -18,13 +18,6 @@ from everstep.seams.memory import copy_memory
 from everstep.state.survey.survey import Survey
 from everstep.state.values.tensors import host_bytes
 
-__all__ = [
-    "LastMark",
-    "MarkSnapshot",
-    "Tag",
-    "version_tag",
-]
-
 Tag = tuple[int, int | None]
 """Address of a tensor and its version counter; see :func:`version_tag`."""
 

@@ -20,8 +20,6 @@ from everstep.link.capture import shard_offsets
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Shape, Survey
 
-__all__ = ["PlannedCopies", "PreparedBase", "prepare_base"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedCopies:

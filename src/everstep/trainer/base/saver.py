@@ -55,12 +55,6 @@ from everstep.trainer.budget.disk import check_disk_budget
 from everstep.trainer.budget.host_memory import bases_in_flight_max
 from everstep.trainer.participant import BaseRequest, Mark, Participant, RestoredState
 
-__all__ = [
-    "NotifyKeeper",
-    "PendingCapture",
-    "Saver",
-]
-
 NotifyKeeper = Callable[[Capture, Mapping[str, bytes]], None]
 """Notify the keeper that a capture is complete, with its encoded objects; in the lane's thread."""
 

@@ -27,20 +27,6 @@ from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.options import TierOptions
 from everstep.trainer.budget.host_memory import mark_entries
 
-__all__ = [
-    "DAY_S",
-    "RUN_BYTES",
-    "Bounds",
-    "DayMeter",
-    "Forecast",
-    "bounds_of",
-    "budget_in_words",
-    "check_disk_budget",
-    "free_bytes",
-    "interval_steps_within",
-    "log_step_bytes",
-]
-
 _RECORD_BYTES = 1024  # size of a marker for one file; about 450 bytes are used
 RUN_BYTES = 8192
 """Bytes of the run folder without bases and log: ``run.json`` and a few timelines."""

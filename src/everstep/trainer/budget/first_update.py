@@ -24,8 +24,6 @@ from everstep.state.training_state import State
 from everstep.state.values.objects import join_path
 from everstep.state.values.tensors import local_tensor, tensor_entry
 
-__all__ = ["shape_after_first_update"]
-
 
 def shape_after_first_update(state: State, shape: Shape) -> tuple[Shape, bool]:
     """Return the shape of this rank's entries after an update of every optimizer.

@@ -27,25 +27,6 @@ from everstep.state.survey.survey import Shape
 from everstep.state.values.tensors import local_tensor
 from everstep.tiers.options import PeerOptions
 
-__all__ = [
-    "MemoryPlan",
-    "arena_budget_bytes",
-    "base_memory_bytes",
-    "bases_in_flight_max",
-    "check_multistep_budget",
-    "gradients_of",
-    "host_budget_bytes",
-    "log_budget_bytes",
-    "mark_entries",
-    "mark_memory_bytes",
-    "own_budget_bytes",
-    "peer_bytes",
-    "peer_log_bytes",
-    "peer_sources",
-    "plan_memory",
-    "replica_budget_bytes",
-]
-
 _IN_FLIGHT_MIN = 2
 _QUEUE_BYTES = 64 << 20  # small states may queue up to this size
 

@@ -10,13 +10,6 @@ from everstep.config.options import Options
 from everstep.errors import KeeperError, OutOfSpaceError
 from everstep.trainer.budget.host_memory import log_budget_bytes
 
-__all__ = [
-    "LogLimits",
-    "log_dropped",
-    "log_dropped_early",
-    "too_large",
-]
-
 _MEMORY_SHARE = 4  # a segment has at most 1/4 of the memory of the log
 _DISK_SHARE = 2  # and at most 1/2 of the bytes allowed between two bases
 

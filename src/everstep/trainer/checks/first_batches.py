@@ -26,8 +26,6 @@ from everstep.state.training_state import State
 from everstep.state.values.generators import RngStates
 from everstep.trainer.participant import Participant, RestoredState
 
-__all__ = ["FirstBatches"]
-
 _EXAMINED = 64  # parameters whose gradients show that a backward has run
 
 _INSTEAD = (

@@ -11,12 +11,6 @@ from everstep.state.providers.zero import local_optimizer
 from everstep.state.ranks.log_shares import zero_parameter_written_elsewhere
 from everstep.state.training_state import State
 
-__all__ = [
-    "require_replayable",
-    "require_replicable",
-    "why_inexact",
-]
-
 
 def require_replicable(state: State) -> None:
     """Check that a replica can follow all updates of the state.

@@ -24,11 +24,6 @@ from everstep.state.ranks.ddp import find_ddp, reduced_parameter_ids
 from everstep.state.training_state import State
 from everstep.state.values.tensors import is_dtensor, local_tensor
 
-__all__ = [
-    "PendingGradients",
-    "PendingScalers",
-]
-
 
 class PendingGradients:
     """Detect gradients that wait for an update at a step mark.

@@ -44,14 +44,6 @@ from everstep.state.training_state import State
 from everstep.state.values.referrers import find_referrers
 from everstep.state.values.tensors import local_tensor, why_not_storable
 
-__all__ = [
-    "UntrackedOptimizers",
-    "UntrackedSchedulers",
-    "belongs_to_state",
-    "is_held",
-    "kind_of",
-]
-
 _log = logging.getLogger("everstep")
 
 _REPORTED_MAX = 8  # a program may have an optimizer for each parameter

@@ -18,8 +18,6 @@ from everstep.tiers.contract import Tier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.urls import open_tier
 
-__all__ = ["open_places", "seams_with_copies", "with_source"]
-
 
 def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> Seams:
     """Return seams whose file system also reads from the tiers; make the run folder.

@@ -41,8 +41,6 @@ from everstep.trainer.job.start import (
     reporting_failure,
 )
 
-__all__ = ["Job", "join_job", "resume_as_job_of_one"]
-
 _log = logging.getLogger("everstep")
 
 

@@ -7,22 +7,12 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from everstep.config.options import Options, presets
+from everstep.config.method import presets
+from everstep.config.options import Options
 from everstep.errors import ForeignDirectoryError, OptionError, RecoveryError, StateError
 from everstep.seams.processes.processes import configured_cores
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import TierOptions
-
-__all__ = [
-    "refuse_errors",
-    "refuse_other_calls",
-    "refuse_other_options",
-    "refuse_unaudited",
-    "refuse_unsupported",
-    "same_as_copies",
-    "same_run",
-    "shared_options",
-]
 
 
 def shared_options(options: Options) -> dict[str, str]:

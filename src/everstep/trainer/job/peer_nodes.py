@@ -18,15 +18,6 @@ from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.budget.host_memory import peer_sources
 
-__all__ = [
-    "memory_notice",
-    "node_name",
-    "node_names",
-    "peer_notice",
-    "refuse_peer_without_ranks",
-    "refuse_single_base_with_peer",
-]
-
 _EMULATED = "emulated "
 
 

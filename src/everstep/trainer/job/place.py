@@ -19,8 +19,6 @@ from everstep.trainer.job.option_check import (
 )
 from everstep.trainer.job.peer_nodes import refuse_peer_without_ranks
 
-__all__ = ["RunPlace"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:

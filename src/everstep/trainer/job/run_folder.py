@@ -38,8 +38,6 @@ from everstep.trainer.job.option_check import (
 )
 from everstep.trainer.job.peer_nodes import node_name, node_names
 
-__all__ = ["Exchange", "SharedRun", "open_shared_run"]
-
 Exchange = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 """Collective call: send a message for a purpose, and receive those of all ranks."""
 

@@ -42,12 +42,6 @@ from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.option_check import refuse_other_calls
 from everstep.trainer.job.run_folder import Exchange, SharedRun
 
-__all__ = [
-    "JobStart",
-    "StartResult",
-    "reporting_failure",
-]
-
 _T = TypeVar("_T")
 
 

@@ -21,8 +21,6 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Shape, Survey
 from everstep.state.training_state import State
 
-__all__ = ["DeclaredUpdates"]
-
 
 class DeclaredUpdates:
     """Contents of records for the sake of declared updates.

@@ -14,8 +14,6 @@ from everstep.link.save import Save
 from everstep.seams.files.stalls import StallTimer
 from everstep.seams.processes.conditions import Condition, wait_done
 
-__all__ = ["DiskLog"]
-
 
 class DiskLog:
     """Log that the keeper writes to disk while training goes on.

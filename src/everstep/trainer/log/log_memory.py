@@ -16,8 +16,6 @@ from everstep.link.pool import Block, CapturePool
 from everstep.link.recordable import LogKeeper
 from everstep.trainer.log.disk_log import DiskLog
 
-__all__ = ["LogMemory", "LogTarget", "Reservation"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogTarget:

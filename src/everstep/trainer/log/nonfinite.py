@@ -13,8 +13,6 @@ from everstep.state.layout.names import GRADIENT
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.values.tensors import torch_dtype
 
-__all__ = ["NonFiniteCheck", "nonfinite_error"]
-
 
 class NonFiniteCheck:
     """Check of the gradients that optimizers have consumed.

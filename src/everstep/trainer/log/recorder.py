@@ -52,14 +52,6 @@ from everstep.trainer.participant import Mark, Participant, RestoredState
 if TYPE_CHECKING:
     from everstep.trainer.session.replica_bases import ReplicaBases
 
-__all__ = [
-    "BaseRetry",
-    "Objects",
-    "PendingUpdate",
-    "Recorder",
-    "RecorderStats",
-    "copy_now",
-]
 
 _FULL = "the log fills half of its memory, or its share of the disk budget between bases"
 

@@ -19,8 +19,6 @@ from everstep.link.recordable import compressors_of, exchanges_of
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
 
-__all__ = ["residual_bytes", "warn_of_unsaved_residuals"]
-
 _log = logging.getLogger("everstep")
 
 _OURS = "add it to the state, under a name of its own"

@@ -31,8 +31,6 @@ from everstep.state.survey.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State
 from everstep.state.values.tensors import host_bytes, local_tensor, why_not_storable
 
-__all__ = ["SAMPLED_FIRST_STEPS", "SAMPLE_EVERY_STEPS", "UntrackedWrites", "WatchedTensors"]
-
 SAMPLED_FIRST_STEPS = 8
 """Number of first steps of a timeline in which elements are compared."""
 

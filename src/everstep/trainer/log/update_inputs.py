@@ -42,12 +42,6 @@ from everstep.state.training_state import State
 from everstep.state.values.tensors import DTYPE_CODES, byte_view, is_dtensor, local_tensor
 from everstep.state.values.tree import split
 
-__all__ = [
-    "InputReader",
-    "RankInputReader",
-    "UpdateInputs",
-]
-
 _log = logging.getLogger("everstep")
 
 _address_of = torch.Tensor.data_ptr

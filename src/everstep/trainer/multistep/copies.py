@@ -40,8 +40,6 @@ from everstep.trainer.multistep.held_gradients import (
 from everstep.trainer.multistep.partition import Partitioner, TimedCopy
 from everstep.trainer.multistep.window import CopiedUpdate, Window, WindowVoid
 
-__all__ = ["WindowCopies"]
-
 
 @dataclass(eq=False, slots=True)
 class _PartCopy:

@@ -41,8 +41,6 @@ from everstep.trainer.multistep.plan import WindowPlan, WindowPlanner, redo_byte
 from everstep.trainer.multistep.window import Handover, Window, WindowVoid
 from everstep.trainer.participant import BaseRequest, Mark, Participant
 
-__all__ = ["MultistepDriver"]
-
 _log = logging.getLogger("everstep")
 
 

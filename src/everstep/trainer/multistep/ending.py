@@ -23,8 +23,6 @@ from everstep.trainer.base.mark_state import MarkSnapshot
 from everstep.trainer.job.job import Job
 from everstep.trainer.multistep.plan import WindowPlan
 
-__all__ = ["VOID_MAX", "BaseInProgress", "EndAlone", "EndTogether", "StepMark", "window_end"]
-
 VOID_MAX = 2
 """Number of consecutive void windows after which a base is captured in one step."""
 

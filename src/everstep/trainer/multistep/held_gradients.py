@@ -42,15 +42,6 @@ from everstep.state.training_state import State
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.multistep.window import Window
 
-__all__ = [
-    "CopyGate",
-    "GradientCheck",
-    "GraphMemory",
-    "HeldGradients",
-    "SamplePlaces",
-    "own_their_memory",
-]
-
 _SAMPLES = 4  # elements compared of a gradient
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLED_GRADIENTS = 32  # gradients compared per update: views of all would take milliseconds

@@ -18,16 +18,6 @@ from everstep.capture.lanes.cuda import moment_on
 from everstep.seams import Clock
 from everstep.state.training_state import State
 
-__all__ = [
-    "MultistepBase",
-    "MultistepReport",
-    "MultistepStats",
-    "StepDurations",
-    "StepTimes",
-    "WindowCosts",
-    "device_event",
-]
-
 _BASES_MAX = 64
 _COSTS = 8  # bases whose median is the cost of a part
 

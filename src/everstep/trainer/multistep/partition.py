@@ -22,17 +22,6 @@ from everstep.plan.multistep_cut import Cut, best_cut, fewest, fewest_of
 from everstep.seams import Clock
 from everstep.trainer.multistep.measurements import MultistepStats, StepTimes
 
-__all__ = [
-    "Partitioner",
-    "TimedCopy",
-    "Unit",
-    "cut_by_cost",
-    "cut_by_shares",
-    "cut_parts",
-    "modelled_overlap",
-    "shares_of",
-]
-
 _COPIES = 32
 _LEAST_BYTES = 1 << 16  # smaller copies do not measure the link
 _CHUNK_S = 1e-3  # longest wait of an urgent copy for a chunk in progress

@@ -44,15 +44,6 @@ from everstep.trainer.log.untracked_writes import WatchedTensors
 from everstep.trainer.log.update_inputs import InputReader
 from everstep.trainer.multistep.partition import Partitioner, Unit
 
-__all__ = [
-    "Part",
-    "WindowPlan",
-    "WindowPlanner",
-    "capturable_units",
-    "redo_bytes",
-    "replayable_gradient_bytes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

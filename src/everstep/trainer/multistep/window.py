@@ -33,16 +33,6 @@ from everstep.trainer.multistep.measurements import WindowCosts
 from everstep.trainer.multistep.partition import TimedCopy
 from everstep.trainer.multistep.plan import WindowPlan
 
-__all__ = [
-    "CapturedParts",
-    "CopiedUpdate",
-    "Handover",
-    "Window",
-    "WindowVoid",
-    "fuzzy_parts",
-    "samples_at_mark",
-]
-
 _NOTHING = ShardLayout(())
 
 

@@ -16,15 +16,6 @@ from everstep.capture.step_events import Observed
 from everstep.plan.schedule.timeline import StepPlan
 from everstep.trainer.base.prepared_base import PreparedBase
 
-__all__ = [
-    "BoundPlan",
-    "CopySource",
-    "all_at_mark",
-    "allocate_duplicates",
-    "copy_sources",
-    "plan_units",
-]
-
 _SLOT_BYTES = 512
 _MISSES_MAX = 4
 

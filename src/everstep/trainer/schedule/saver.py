@@ -41,8 +41,6 @@ from everstep.trainer.base.saver import Saver
 from everstep.trainer.participant import BaseRequest, Participant
 from everstep.trainer.schedule.scheduler import Scheduler
 
-__all__ = ["ScheduledSaver"]
-
 
 class ScheduledSaver(Saver):
     """Saver whose captures follow a plan.

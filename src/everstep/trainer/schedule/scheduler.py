@@ -41,8 +41,6 @@ from everstep.trainer.schedule.bound_plan import (
 )
 from everstep.trainer.schedule.stats import ScheduleStats, link_bandwidth
 
-__all__ = ["Scheduler"]
-
 _PROGRAMS_MAX = 4  # sequences of events with a plan
 _HISTORY = 16  # steps used to predict the next one's events
 _TOLERANCE = 0.1  # of the predicted wait

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from everstep.capture.dispatch import Dispatch
 
-__all__ = ["ScheduleStats", "link_bandwidth"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStats:

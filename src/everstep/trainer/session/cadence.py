@@ -21,7 +21,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from everstep.config.options import Every, Options
+from everstep.config.intervals import Every
+from everstep.config.options import Options
 from everstep.errors import InfeasibleError
 from everstep.link.save import Save
 from everstep.plan.estimator import Estimator, FailurePrior
@@ -40,8 +41,6 @@ from everstep.trainer.budget.disk import (
 from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.participant import Mark, Participant, RestoredState
-
-__all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "Cadence"]
 
 ASK_EVERY = 10
 """Maximum number of steps between two exchanges of the ranks of a job."""

@@ -15,8 +15,6 @@ from typing import Any, TypeVar, cast
 from everstep.capture.update_hooks import in_thread
 from everstep.errors import StateError
 
-__all__ = ["CallGuard", "exclusive"]
-
 _POLL_S = 1e-3
 _LAST_CALL_S = 10.0
 

@@ -37,13 +37,6 @@ from everstep.trainer.session.components import Components
 if TYPE_CHECKING:
     from everstep.trainer.session.session import Session
 
-__all__ = [
-    "Closing",
-    "finish_at_exit",
-    "is_lost",
-    "report_lost_bases",
-    "wait_for_bases",
-]
 
 _log = logging.getLogger("everstep")
 

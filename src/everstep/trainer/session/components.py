@@ -41,8 +41,6 @@ from everstep.trainer.session.footprint import Footprint, print_footprint
 from everstep.trainer.session.replica_bases import ReplicaBases
 from everstep.trainer.session.stats import RecoverableSteps
 
-__all__ = ["Components", "build_components"]
-
 
 @dataclass(frozen=True, slots=True)
 class Components:

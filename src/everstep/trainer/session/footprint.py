@@ -11,7 +11,8 @@ from pathlib import PurePath
 
 from rich.filesize import decimal
 
-from everstep.config.options import History, Options
+from everstep.config.intervals import History
+from everstep.config.options import Options
 from everstep.keeper.log.disk_space import folder_bytes
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.stderr import print_line
@@ -45,8 +46,6 @@ from everstep.trainer.checks.keeper_replay import why_inexact
 from everstep.trainer.job.peer_nodes import memory_notice, peer_notice
 from everstep.trainer.job.place import RunPlace
 from everstep.trainer.log.residuals import residual_bytes
-
-__all__ = ["Footprint", "print_footprint"]
 
 _MARKED_MIN_BYTES = 1 << 20
 _PLAIN_SHARE = 10  # of gradients; less plain data is not worth a word

@@ -14,14 +14,6 @@ from everstep.errors import (
     UnavailableError,
 )
 
-__all__ = [
-    "check_platform",
-    "check_resume",
-    "check_timeout",
-    "check_usable",
-    "refuse_pickling",
-]
-
 
 def check_platform() -> None:
     """Check that this version runs on the platform.

@@ -24,8 +24,6 @@ from everstep.errors import DeadlineError
 from everstep.seams.clock import Clock
 from everstep.seams.processes.signals import SignalWatch
 
-__all__ = ["PreemptionHandler", "any_rank", "rank_vote"]
-
 _log = logging.getLogger("everstep")
 
 

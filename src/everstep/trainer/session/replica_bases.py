@@ -28,10 +28,6 @@ from everstep.trainer.base.prepared_base import PreparedBase
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.participant import BaseRequest, Participant
 
-__all__ = [
-    "ReplicaBases",
-]
-
 
 class ReplicaBases(Participant):
     """Track whether the keeper has a replica, and request bases from it.

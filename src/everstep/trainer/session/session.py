@@ -29,8 +29,6 @@ from everstep.trainer.session.state_watch import Position, StateWatch
 from everstep.trainer.session.stats import Stats, stats_of
 from everstep.trainer.session.step_consensus import StepConsensus
 
-__all__ = ["Session", "open_session"]
-
 
 def open_session(
     options: Options,

@@ -27,11 +27,6 @@ from everstep.trainer.job.job import resume_as_job_of_one
 from everstep.trainer.job.place import RunPlace
 from everstep.trainer.log.residuals import warn_of_unsaved_residuals
 
-__all__ = [
-    "LiveStateGuard",
-    "RunStarter",
-]
-
 
 class LiveStateGuard:
     """Track whether a resume that failed half-way has left a mixture of two states (adr/006).

@@ -38,12 +38,6 @@ from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSche
 from everstep.trainer.log.untracked_writes import WatchedTensors
 from everstep.trainer.participant import Participant
 
-__all__ = [
-    "Position",
-    "StateWatch",
-    "mid_step_position",
-]
-
 _log = logging.getLogger("everstep")
 
 _RANDOM = f"{RNG_SECTION}/"

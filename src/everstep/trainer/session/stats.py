@@ -15,12 +15,6 @@ from everstep.trainer.multistep.measurements import MultistepReport
 from everstep.trainer.participant import Participant, RestoredState
 from everstep.trainer.schedule.stats import ScheduleStats
 
-__all__ = [
-    "RecoverableSteps",
-    "Stats",
-    "stats_of",
-]
-
 _LINE_CHARS = 100
 
 

@@ -35,9 +35,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.trainer.job.job import Job
 from everstep.trainer.log.nonfinite import NonFiniteCheck, nonfinite_error
 from everstep.trainer.participant import Participant
-from everstep.trainer.session.cadence import ASK_EVERY, Cadence
-
-__all__ = ["ASK_EVERY", "StepConsensus"]
+from everstep.trainer.session.cadence import Cadence
 
 _SINGLE_RANK: AbstractContextManager[None] = contextlib.nullcontext()
 
