@@ -15,10 +15,10 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
 from everstep.format.names import base_dir, marker_name, shard_name
-from everstep.format.records import Manifest
+from everstep.format.records import Manifest, Marker
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.peer_plan import offers_on_disks
+from everstep.restore.fetch.peer_plan import offers_on_disks, prove_timelines, with_proven_bases
 from everstep.restore.fetch.peers import CopyOffer, fetch_plan
 from everstep.restore.fetch.served_files import (
     ServedFiles,
@@ -353,3 +353,48 @@ def test_bytes_of_several_files_lie_one_after_the_other(tmp_path: Path) -> None:
     assert files.read(0, len(data)) == b""
     files.close()
     assert isinstance(first, HeldBase)
+
+
+def committed(*markers: Marker) -> str:
+    return digest(Manifest(markers).encode())
+
+
+def test_a_disk_is_gone_and_the_keeper_beside_it_lives() -> None:
+    """It holds the base of a timeline that its disk knows no more of: which one that is, the
+    manifest on another disk says, and nothing else does (I7)."""
+    mine, theirs = piece(1, B).marker, piece(0, B).marker
+    sees = dataclasses.replace(
+        offer(0), bases={B: BaseOffer({0: Piece(theirs)}, committed(theirs, mine))}
+    )
+    offers = [sees, Offer(1, "1", RUN, 1, {}, {})]
+    found = prove_timelines(offers, {1: mine})
+    assert found == {1: record_of(1)}
+    counted = with_proven_bases(offers, {1: mine}, found)
+    assert counted[0] == sees
+    assert counted[1].bases[B].pieces == {1: Piece(mine, ("memory",))}
+    plan, choice = fetch_plan(counted, [], lambda rank, manifest: (rank,), None)
+    assert plan == {}
+    assert choice is not None
+    assert choice.base == B
+
+
+def test_what_no_manifest_proves_is_not_offered() -> None:
+    mine, theirs = piece(1, B).marker, piece(0, B).marker
+    lost = Offer(1, "1", RUN, 1, {}, {})
+    sees = dataclasses.replace(
+        offer(0), bases={B: BaseOffer({0: Piece(theirs)}, committed(theirs, mine))}
+    )
+    assert prove_timelines([sees, lost], {1: piece(1, B, salt=1).marker}) == {}, "of another start"
+    assert prove_timelines([offer(0, B), lost], {1: mine}) == {}, (
+        "nobody knows whether it was committed"
+    )
+    assert prove_timelines([offer(0), lost], {1: mine}) == {}
+    unknown = dataclasses.replace(sees, timelines={1: None})
+    assert prove_timelines([unknown, lost], {1: mine}) == {}, "its record is damaged"
+    assert prove_timelines([sees, lost], {}) == {}
+    both = [Offer(0, "0", RUN, 1, {}, {}), lost]
+    assert prove_timelines(both, {0: theirs, 1: mine}) == {}, (
+        "two keepers prove nothing to each other"
+    )
+    third = dataclasses.replace(sees, rank=2, bases={B: BaseOffer({}, committed(theirs, mine))})
+    assert set(prove_timelines([*both, third], {0: theirs, 1: mine})) == {0, 1}

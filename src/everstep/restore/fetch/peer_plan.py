@@ -28,8 +28,9 @@ from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import merge_runs
 from everstep.commit.retention import COPY_TIERS
 from everstep.errors import RecoveryError
+from everstep.format.digests import digest
 from everstep.format.message_codec import Count, Rank
-from everstep.format.records import Manifest, Marker, TimelineRecord
+from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
 from everstep.restore.fetch.peer_copy import size_of
 from everstep.restore.fetch.peer_log import PeerLog
 from everstep.restore.fetch.served_files import Coverage
@@ -289,7 +290,7 @@ def _lacks(offer: Offer, copy: CopyOffer, needs: Needs) -> bool:
     return piece is None or set(piece.tiers) <= set(COPY_TIERS)  # a peer is cheaper to read
 
 
-def _with(offer: Offer, copies: Sequence[CopyOffer]) -> Offer:
+def _with(offer: Offer, copies: Sequence[CopyOffer], tier: str = "peer") -> Offer:
     """Return the offer of a rank with these copies."""
     bases = dict(offer.bases)
     timelines = dict(offer.timelines)
@@ -298,7 +299,7 @@ def _with(offer: Offer, copies: Sequence[CopyOffer]) -> Offer:
         known = old.pieces.get(copy.marker.rank)
         if known is not None and known.marker != copy.marker:
             continue
-        tiers = ("peer", *(() if known is None else known.tiers))
+        tiers = (tier, *(() if known is None else known.tiers))
         pieces = {**old.pieces, copy.marker.rank: Piece(copy.marker, tiers)}
         bases[copy.base] = replace(old, pieces=pieces)
         if timelines.get(copy.base.timeline) is None:
@@ -325,6 +326,51 @@ def offers_on_disks(offers: Sequence[Offer], copies: Sequence[CopyOffer]) -> lis
                 if "disk" in piece.tiers and (offer.rank, copy.place) not in held:
                     found.setdefault((offer.disk, copy.place), copy)
     return list(found.values())
+
+
+def prove_timelines(
+    offers: Sequence[Offer], markers: Mapping[int, Marker]
+) -> dict[int, TimelineRecord]:
+    """Prove the timeline of bases that keepers hold for ranks whose disk has no record of it: the
+    manifest on another disk lists exactly these files. A number alone proves nothing (I7).
+
+    Args:
+        offers: what each rank can read.
+        markers: markers of the held bases, by rank.
+    """
+    if not markers:
+        return {}
+    try:
+        known, _ = merge_timelines(offers)
+    except RecoveryError:  # the agreement reports it
+        return {}
+    found = {}
+    for rank, marker in markers.items():
+        base = BaseId(marker.timeline, marker.step)
+        all_of_them = {m.rank: m for m in markers.values() if BaseId(m.timeline, m.step) == base}
+        manifests = set()
+        for offer in offers:
+            one = offer.bases.get(base)
+            if one is not None:
+                all_of_them |= {r: p.marker for r, p in one.pieces.items() if r not in all_of_them}
+                manifests |= {one.manifest} - {None}
+        manifest = manifest_of(all_of_them)
+        record = known.get(base.timeline)
+        if manifest is not None and record and manifests == {digest(manifest.encode())}:
+            found[rank] = record
+    return found
+
+
+def with_proven_bases(
+    offers: Sequence[Offer], markers: Mapping[int, Marker], records: Mapping[int, TimelineRecord]
+) -> list[Offer]:
+    """Return the offers with the bases of :func:`prove_timelines` in the memory of their
+    keepers."""
+    copies = {rank: CopyOffer(rank, markers[rank], one.encode()) for rank, one in records.items()}
+    return [
+        _with(offer, [copies[offer.rank]] if offer.rank in copies else [], "memory")
+        for offer in offers
+    ]
 
 
 def _given(

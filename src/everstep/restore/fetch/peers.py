@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -35,6 +35,8 @@ from everstep.restore.fetch.peer_plan import (
     LogOffer,
     fetch_plan,
     offers_on_disks,
+    prove_timelines,
+    with_proven_bases,
 )
 from everstep.restore.fetch.served_files import Coverage, OpenFile, ServedFiles
 from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes, StartChannel
@@ -84,18 +86,21 @@ class FetchResult:
     Attributes:
         bases: fetched files of bases.
         logs: fetched steps of its own log.
+        proven: timeline record of the base in its keeper's memory, if its disk has none and other
+            ranks proved it.
     """
 
     bases: list[FetchedBase]
     logs: list[FetchedLog]
+    proven: TimelineRecord | None = None
 
 
 Remains = Callable[[], tuple[Offer, Coverage]]
 """Returns a rank's offer with markers of missing files, and the coverage of its disk. Called only
 if no base can be read by all ranks."""
 
-FetchCopies = Callable[[StartChannel, Offer, Remains], FetchResult]
-"""Fetches what a rank with this offer needs."""
+FetchCopies = Callable[[StartChannel, Offer, Remains, Marker | None], FetchResult]
+"""Fetches what a rank with this offer needs, and proves the timeline of an unproven base."""
 
 
 class _Inventory(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,12 +110,14 @@ class _Inventory(msgspec.Struct, forbid_unknown_fields=True):
         offer: see :func:`.offer_codec.encode_offer`.
         copies: marker of each copy, and the record of its timeline.
         room_bytes: bytes that the rank may take for files from other disks.
+        unproven: marker of the base in its keeper's memory, of a timeline unknown to its disk.
     """
 
     offer: bytes
     copies: list[tuple[Stored[Marker], bytes]]
     logs: list[LogOffer]
     room_bytes: Count
+    unproven: Stored[Marker] | None
 
 
 _INVENTORY = Decoder[_Inventory](_Inventory, "a list of copies")
@@ -133,6 +140,7 @@ def fetch_from_peers(
     opens: OpenFile | None = None,
     room_bytes: int = 0,
     remains: Remains | None = None,
+    unproven: Marker | None = None,
 ) -> FetchResult:
     """Fetch what this rank needs from the memory of other nodes, and from the disks of other ranks.
     Every rank calls it.
@@ -150,14 +158,16 @@ def fetch_from_peers(
             None, on every rank: disks are not served.
         room_bytes: bytes that may be taken for files from other disks.
         remains: what is left of incomplete bases; None, on every rank: it does not count.
+        unproven: marker of the base in its keeper's memory, if its disk does not know its timeline.
 
     Raises:
         DeadlineError: a rank is silent.
         RecoveryError: a rank has failed.
     """
-    known = _Announced.by_all(say, offer, copies, logs, room_bytes)
+    known = _Announced.by_all(say, offer, copies, logs, room_bytes, unproven)
     if opens is not None:
         known.copies += offers_on_disks(known.offers, known.copies)
+    proven = known.proof.get(offer.rank)
     attempt = 0
     with ExitStack() as opened:
         held = _held(copies, logs)
@@ -169,7 +179,7 @@ def fetch_from_peers(
         while True:
             attempt += 1
             plan, choice = fetch_plan(
-                known.offers,
+                with_proven_bases(known.offers, known.markers, known.proof),
                 known.copies,
                 needs,
                 step,
@@ -181,13 +191,13 @@ def fetch_from_peers(
                 known.add_remains(say, remains)
                 continue
             if not plan:
-                return FetchResult([], [])
+                return FetchResult([], [], proven)
             exchange = _Exchange(others, clock, offer.rank, attempt, plan, held, len(known.offers))
             brought, damaged = exchange.run()
             unusable = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
             bad = {tuple(key) for one in unusable for key in one["damaged"]}
             if not bad:
-                return brought
+                return replace(brought, proven=proven)
             # All ranks plan again without what any of them found damaged.
             known.drop(bad)
 
@@ -201,6 +211,8 @@ class _Announced:
         copies: copies that ranks can serve.
         logs: steps of logs that ranks can serve.
         rooms: by rank: bytes that it may take for files from other disks.
+        markers: by rank: marker of its unproven base.
+        proof: by rank: timeline record of its marker, as proved by other ranks.
         covers: remains of bases on each disk; None until they are needed.
     """
 
@@ -208,6 +220,8 @@ class _Announced:
     copies: list[CopyOffer]
     logs: list[LogOffer]
     rooms: list[int]
+    markers: dict[int, Marker]
+    proof: dict[int, TimelineRecord]
     covers: list[Coverage] | None = None
 
     @classmethod
@@ -218,6 +232,7 @@ class _Announced:
         copies: Sequence[PeerCopy],
         logs: Sequence[PeerLog],
         room_bytes: int,
+        unproven: Marker | None,
     ) -> _Announced:
         """Announce what this rank has, and return what all have announced."""
         mine = _Inventory(
@@ -225,11 +240,15 @@ class _Announced:
             [(Stored(copy.marker), copy.record) for copy in copies],
             [LogOffer.of(offer.rank, log) for log in logs],
             room_bytes,
+            None if unproven is None else Stored(unproven),
         )
         found = say("list the copies that their keepers hold", {"held": encode(mine)})
         everyones = [_INVENTORY.decode(one["held"]) for one in found]
+        offers = [decode_offer(one.offer) for one in everyones]
+        lost = {rank: one.unproven for rank, one in enumerate(everyones)}
+        markers = {rank: stored.record for rank, stored in lost.items() if stored is not None}
         return cls(
-            [decode_offer(one.offer) for one in everyones],
+            offers,
             [
                 CopyOffer(holder, marker.record, record)
                 for holder, one in enumerate(everyones)
@@ -237,6 +256,8 @@ class _Announced:
             ],
             [log for one in everyones for log in one.logs],
             [one.room_bytes for one in everyones],
+            markers,
+            prove_timelines(offers, markers),
         )
 
     def add_remains(self, say: AllGather, remains: Remains) -> None:

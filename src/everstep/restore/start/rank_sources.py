@@ -120,7 +120,15 @@ class RankSources:
         the exact ones.
         """
         offer = self._offer(lossy=False)
-        brought = fetch(others, offer, self._remains)
+        held = self._held
+        known = held is None or held.id.timeline in self.inventory.timelines
+        unproven = None if held is None or known else held.marker
+        brought = fetch(others, offer, self._remains, unproven)
+        # This disk lacks the timeline of the base in its keeper's memory, but the manifest on
+        # another disk lists exactly these files (I7).
+        if brought.proven is not None and held is not None:
+            brought.bases.append(FetchedBase(held, brought.proven, "memory"))
+            self._held = None
         nothing_new = not brought.bases and not brought.logs
         if nothing_new and (self._log is None or not self._copies.places):
             self._early_offer = offer
