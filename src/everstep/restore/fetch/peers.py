@@ -95,11 +95,21 @@ class FetchResult:
     proven: TimelineRecord | None = None
 
 
-Remains = Callable[[], tuple[Offer, Coverage]]
-"""Returns a rank's offer with markers of missing files, and the coverage of its disk. Called only
-if no base can be read by all ranks."""
+@dataclass(frozen=True, slots=True)
+class OfferExtras:
+    """Information of a rank besides its offer.
 
-FetchCopies = Callable[[StartChannel, Offer, Remains, Marker | None], FetchResult]
+    Attributes:
+        unproven: marker of the base in its keeper's memory, if its disk does not know its timeline.
+        left: returns its offer with markers of missing files, and the coverage of its disk. Called
+            only if no base can be read by all ranks.
+    """
+
+    unproven: Marker | None
+    left: Callable[[], tuple[Offer, Coverage]]
+
+
+FetchCopies = Callable[[StartChannel, Offer, OfferExtras], FetchResult]
 """Fetches what a rank with this offer needs, and proves the timeline of an unproven base."""
 
 
@@ -139,8 +149,7 @@ def fetch_from_peers(
     logs: Sequence[PeerLog] = (),
     opens: OpenFile | None = None,
     room_bytes: int = 0,
-    remains: Remains | None = None,
-    unproven: Marker | None = None,
+    extras: OfferExtras | None = None,
 ) -> FetchResult:
     """Fetch what this rank needs from the memory of other nodes, and from the disks of other ranks.
     Every rank calls it.
@@ -157,17 +166,15 @@ def fetch_from_peers(
         opens: opens files of bases on this rank's disk, to serve them to ranks with another disk;
             None, on every rank: disks are not served.
         room_bytes: bytes that may be taken for files from other disks.
-        remains: what is left of incomplete bases; None, on every rank: it does not count.
-        unproven: marker of the base in its keeper's memory, if its disk does not know its timeline.
+        extras: further information for the plan; None, on every rank: none.
 
     Raises:
         DeadlineError: a rank is silent.
         RecoveryError: a rank has failed.
     """
-    known = _Announced.by_all(say, offer, copies, logs, room_bytes, unproven)
+    known = _Announced.by_all(say, offer, copies, logs, room_bytes, extras)
     if opens is not None:
         known.copies += offers_on_disks(known.offers, known.copies)
-    proven = known.proof.get(offer.rank)
     attempt = 0
     with ExitStack() as opened:
         held = _held(copies, logs)
@@ -187,17 +194,17 @@ def fetch_from_peers(
                 rooms=known.rooms,
                 covers=known.covers,
             )
-            if choice is None and known.covers is None and remains is not None:
-                known.add_remains(say, remains)
+            if choice is None and known.covers is None and extras is not None:
+                known.add_remains(say, extras)
                 continue
             if not plan:
-                return FetchResult([], [], proven)
+                return FetchResult([], [], known.proof.get(offer.rank))
             exchange = _Exchange(others, clock, offer.rank, attempt, plan, held, len(known.offers))
             brought, damaged = exchange.run()
             unusable = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
             bad = {tuple(key) for one in unusable for key in one["damaged"]}
             if not bad:
-                return replace(brought, proven=proven)
+                return replace(brought, proven=known.proof.get(offer.rank))
             # All ranks plan again without what any of them found damaged.
             known.drop(bad)
 
@@ -232,9 +239,10 @@ class _Announced:
         copies: Sequence[PeerCopy],
         logs: Sequence[PeerLog],
         room_bytes: int,
-        unproven: Marker | None,
+        extras: OfferExtras | None,
     ) -> _Announced:
         """Announce what this rank has, and return what all have announced."""
+        unproven = None if extras is None else extras.unproven
         mine = _Inventory(
             encode_offer(offer),
             [(Stored(copy.marker), copy.record) for copy in copies],
@@ -260,9 +268,9 @@ class _Announced:
             prove_timelines(offers, markers),
         )
 
-    def add_remains(self, say: AllGather, remains: Remains) -> None:
+    def add_remains(self, say: AllGather, extras: OfferExtras) -> None:
         """Exchange what is left of incomplete bases, since no base can be read by all ranks."""
-        offer, covers = remains()
+        offer, covers = extras.left()
         left = encode((encode_offer(offer), covers))
         found = say("list the remains of replicas", {"left": left})
         everyones = [_REMAINS.decode(one["left"]) for one in found]

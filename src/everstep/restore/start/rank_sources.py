@@ -14,7 +14,7 @@ from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.offers import Choice, Needs, Offer, Source
 from everstep.commit.retention import VOLATILE_TIERS
 from everstep.format.records import Manifest, Marker
-from everstep.restore.fetch.peers import FetchCopies, FetchedBase
+from everstep.restore.fetch.peers import FetchCopies, FetchedBase, OfferExtras
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
 from everstep.restore.fetch.served_files import Coverage, coverage_on_disk
@@ -123,7 +123,7 @@ class RankSources:
         held = self._held
         known = held is None or held.id.timeline in self.inventory.timelines
         unproven = None if held is None or known else held.marker
-        brought = fetch(others, offer, self._remains, unproven)
+        brought = fetch(others, offer, OfferExtras(unproven, self._remains))
         # This disk lacks the timeline of the base in its keeper's memory, but the manifest on
         # another disk lists exactly these files (I7).
         if brought.proven is not None and held is not None:

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 from everstep.commit.job.messages import StartFailed
 from everstep.commit.job.offers import Choice, Needs, Offer
 from everstep.errors import DeadlineError
-from everstep.format.records import Marker
 from everstep.link.job_session import mailbox_error
-from everstep.restore.fetch.peers import FetchCopies, FetchResult, Remains, fetch_from_peers
+from everstep.restore.fetch.peers import FetchCopies, FetchResult, OfferExtras, fetch_from_peers
 from everstep.restore.fetch.served_files import run_file_opener
 from everstep.restore.fetch.start_channel import (
     Meeting,
@@ -151,17 +150,14 @@ class JobStart:
         if not (self._shared.fetches or self._shared.has_several_disks):
             return None
 
-        def fetch(
-            others: StartChannel, offer: Offer, remains: Remains, unproven: Marker | None
-        ) -> FetchResult:
+        def fetch(others: StartChannel, offer: Offer, extras: OfferExtras) -> FetchResult:
             options: dict[str, Any] = {
                 "step": request.step,
                 "logs": request.recalled.logs if request.restores else (),
             }
             if self._shared.has_several_disks:
                 options["opens"] = run_file_opener(request.seams.filesystem, request.run)
-                options["remains"] = remains
-                options["unproven"] = unproven
+                options["extras"] = extras
                 # All ranks of this node may fetch at once, into half of what is available.
                 options["room_bytes"] = memory_available_bytes() // (2 * self._info.here)
             return fetch_from_peers(
