@@ -36,12 +36,15 @@ class Unit:
         batches: the copies, in file order.
         slots: for each batch, offset in the memory for duplicates where it is duplicated before its
             update; empty if it is copied in place.
+        planned_s: for each batch, planned start and end in seconds after the step mark; empty
+            without a plan.
     """
 
     event: int
     owner: str
     batches: tuple[Batch, ...]
     slots: tuple[int, ...] = ()
+    planned_s: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(slots=True)

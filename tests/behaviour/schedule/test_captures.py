@@ -279,7 +279,7 @@ def test_steps_that_take_turns_have_a_plan_each(run_folder: Path) -> None:
     assert stats_of(ckpt).followed_steps >= 7
 
 
-def test_link_and_waits_are_measured(run_folder: Path) -> None:
+def test_each_tensor_has_its_planned_and_its_actual_times(run_folder: Path) -> None:
     loop = Loop()
     with checkpointer(run_folder, loop.state, lane=lambda: EmulatedLink(SLOW)) as ckpt:
         for step in range(1, 8):
@@ -287,6 +287,16 @@ def test_link_and_waits_are_measured(run_folder: Path) -> None:
             ckpt.step()
         ckpt.wait()
         schedule = stats_of(ckpt)
+        survey = inspect(ckpt).state.survey()
+    gated = {
+        entry.name
+        for entry in survey.shape.entries
+        if survey.shape.owners[entry.name].kind == "replayed"
+    }
+    assert set(schedule.tensors) == gated
+    for times in schedule.tensors.values():
+        assert times.planned_start_s <= times.planned_end_s
+        assert 0 <= times.start_s <= times.end_s
     assert 0 < schedule.link_bytes_per_s < 1.1 * SLOW
     assert schedule.predicted_wait_s >= 0
     assert len(schedule.waited_s) <= schedule.followed_steps

@@ -25,6 +25,7 @@ ROW = ExecutedRow(
     predicted_wait_s=0.05,
     waited_s=0.05,
     step_s=0.15,
+    late_s=(0.0, 0.0),
     plans=1,
     strayed_steps=0,
     followed_steps=9,

@@ -67,10 +67,15 @@ def test_everything_leaves_once_and_in_time(seed: int, duplicates: bool) -> None
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_link_is_one_queue(seed: int) -> None:
-    """Copies follow each other in the order of the plan."""
-    plan = plan_departures(*random_step(seed))
+    """Copies follow each other in the order of the plan, none before its event."""
+    seconds, leaving, link = random_step(seed)
+    plan = plan_departures(seconds, leaving, link)
+    begins = [0.0, *itertools.accumulate(seconds)]
     for before, after in itertools.pairwise(plan.departures):
+        assert after.start_s >= before.end_s
         assert after.event >= before.event
+    for departure in plan.departures:
+        assert departure.start_s >= begins[departure.event] - 1e-12
 
 
 def planned(link: float, **options: bool) -> StepPlan:
@@ -84,6 +89,7 @@ def test_with_time_enough_nobody_waits_and_nothing_is_duplicated() -> None:
     assert plan.duplicated_bytes == 0
     assert plan.needed_bytes_per_s == pytest.approx(90e6)
     assert plan.departures[0].event == 0
+    assert plan.departures[-1].end_s == pytest.approx(0.075)
 
 
 def test_what_is_late_is_duplicated() -> None:
@@ -102,6 +108,7 @@ def test_a_link_that_is_too_slow_is_waited_for_as_long_as_it_takes_and_no_longer
     """45 MB/s: 200 ms, of which the step covers 100; what leaves beside the update is late."""
     plan = planned(45e6)
     assert plan.wait_s == pytest.approx(0.1, abs=2e-3)
+    assert plan.departures[-1].end_s == pytest.approx(0.2, abs=2e-3)
 
 
 def test_updates_inside_of_backward_wait_for_their_own() -> None:

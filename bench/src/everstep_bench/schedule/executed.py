@@ -42,8 +42,8 @@ CLOSE = 0.1
 CLOSE_S = 2e-3
 """Waiting is as predicted if it differs by no more than one of these."""
 
-_COLUMNS = ("updates", "link", "GB/s", "alone", "predicted", "waited", "", "step",
-            "duplicated", "plans", "followed", "torn")  # fmt: skip
+_COLUMNS = ("updates", "link", "GB/s", "alone", "predicted", "waited", "", "step", "copies late",
+            "most", "duplicated", "plans", "followed", "torn")  # fmt: skip
 _FACTORS = (2.0, 1.05, 0.7, 0.4)
 _ORDERS = ("after", "inside")
 _ALONE_STEPS = 8
@@ -82,6 +82,7 @@ class ExecutedRow:
         alone_s: of a step without checkpoints.
         predicted_wait_s, waited_s: of a step; the median of those that followed the last plan.
         step_s: of a step with captures, the step mark included; median.
+        late_s: how much later than planned tensors have left: median, and most.
         plans, strayed_steps: plans made; steps that did not go as expected.
         duplicated_bytes: memory that was taken for duplicates.
         compared, torn: captures that were compared, and those that differ.
@@ -95,6 +96,7 @@ class ExecutedRow:
     predicted_wait_s: float
     waited_s: float
     step_s: float
+    late_s: tuple[float, float]
     plans: int
     strayed_steps: int
     followed_steps: int
@@ -147,7 +149,7 @@ class ExecutedReport(Findings):
             "milliseconds. link: of what moves the state within a step alone. predicted, waited: "
             f"how long a step waits for copies; yes: within {CLOSE:.0%} or {CLOSE_S * 1e3:g} ms, "
             "and no capture differs from the state at its mark. step: with captures, the mark "
-            "included"
+            "included. late: after the planned end of a tensor's copy"
         )
 
 
@@ -158,7 +160,7 @@ def _cells(row: ExecutedRow) -> tuple[str, ...]:
         number(row.link_bytes_per_s, 3, 1e-9),
         *map(ms, (row.alone_s, row.predicted_wait_s, row.waited_s)),
         "yes" if row.met else "NO",
-        ms(row.step_s),
+        *map(ms, (row.step_s, *row.late_s)),
         f"{mb(row.duplicated_bytes)} MB",
         str(row.plans),
         str(row.followed_steps),
@@ -277,6 +279,11 @@ def _row(run: Path, options: ExecutedOptions, order: str, factor: float) -> Exec
             if found.captures > 10 * options.steps:
                 raise EverstepError(f"no plan holds for {options.steps} steps")
         compared, torn = _compare(training, checkpointer, options.checked_steps)
+    late_s = [
+        times.end_s - times.planned_end_s
+        for times in found.tensors.values()
+        if times.planned_end_s is not None
+    ]
     return ExecutedRow(
         order,
         factor,
@@ -286,6 +293,7 @@ def _row(run: Path, options: ExecutedOptions, order: str, factor: float) -> Exec
         found.predicted_wait_s or 0.0,
         statistics.median(found.waited_s) if found.waited_s else math.nan,
         statistics.median(steps_s),
+        (statistics.median(late_s), max(late_s)) if late_s else (math.nan, math.nan),
         found.plans,
         found.strayed_steps,
         found.followed_steps,

@@ -50,11 +50,14 @@ class Departure:
         chunk: the slice.
         event: event at which its copy is issued.
         duplicated: True: it is duplicated just before the update, and the duplicate is copied.
+        start_s, end_s: predicted times of the copy after the step mark, in seconds.
     """
 
     chunk: Chunk
     event: int
     duplicated: bool
+    start_s: float = 0.0
+    end_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +120,13 @@ def plan_departures(
     needed = problem.needed_bytes_per_s("direct")
     problem, placements = _stretched(problem)
     planned = _departures(placements, leaving, items, len(lengths), duplicates=duplicates)
-    waits_s = _predict(lengths, planned, items, link_bytes_per_s, duplicate_bytes_per_s)
+    times_s, waits_s = _predict(lengths, planned, items, link_bytes_per_s, duplicate_bytes_per_s)
+    departures = tuple(
+        replace(departure, event=firsts[departure.event], start_s=start_s, end_s=end_s)
+        for departure, (start_s, end_s) in zip(planned, times_s, strict=True)
+    )
     return StepPlan(
-        tuple(replace(departure, event=firsts[departure.event]) for departure in planned),
+        departures,
         {firsts[number]: wait_s for number, wait_s in enumerate(waits_s) if wait_s > 0},
         sum(lengths),
         sum(departure.chunk.size_bytes for departure in planned if departure.duplicated),
@@ -268,8 +275,8 @@ def _predict(
     items: Sequence[Item],
     link_bytes_per_s: float,
     duplicate_bytes_per_s: float,
-) -> list[float]:
-    """Return the wait of each interval's event for copies on one queue."""
+) -> tuple[list[tuple[float, float]], list[float]]:
+    """Return start and end of each copy on one queue, and the wait of each interval's event."""
     issued: dict[int, list[int]] = defaultdict(list)
     awaited: dict[int, list[int]] = defaultdict(list)
     duplicated = [0] * (len(lengths) + 1)
@@ -280,16 +287,17 @@ def _predict(
             duplicated[update] += departure.chunk.size_bytes
         else:
             awaited[update].append(number)
-    ends_s = [0.0] * len(departures)
+    times_s = [(0.0, 0.0)] * len(departures)
     waits_s = []
     now_s = free_s = 0.0
     for interval, length_s in enumerate(lengths):
-        copied_s = max((ends_s[number] for number in awaited[interval]), default=now_s)
+        copied_s = max((times_s[number][1] for number in awaited[interval]), default=now_s)
         wait_s = max(0.0, copied_s - now_s) + duplicated[interval] / duplicate_bytes_per_s
         waits_s.append(wait_s)
         now_s += wait_s
         for number in issued[interval]:
-            size_bytes = departures[number].chunk.size_bytes
-            ends_s[number] = free_s = max(free_s, now_s) + size_bytes / link_bytes_per_s
+            start_s = max(free_s, now_s)
+            free_s = start_s + departures[number].chunk.size_bytes / link_bytes_per_s
+            times_s[number] = start_s, free_s
         now_s += length_s
-    return waits_s
+    return times_s, waits_s

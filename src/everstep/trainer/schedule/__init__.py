@@ -5,4 +5,4 @@ Read in this order:
 - ``saver``: captures at each step mark; keeps the newest one in memory, or makes it durable.
 - ``scheduler``: observes steps, makes plans of them, and issues copies by a plan.
 - ``bound_plan``: a plan with the tensors it copies.
-- ``stats``: statistics of plans and captures."""
+- ``stats``: when each copy ran, next to when it was planned."""

@@ -90,19 +90,22 @@ def plan_units(
     plan: StepPlan, sources: Sequence[CopySource]
 ) -> tuple[tuple[Unit, ...], dict[torch.device, int]]:
     """Return the copies of a plan, and the sizes of duplicates."""
-    groups: list[tuple[tuple[int, str, bool], list[Batch]]] = []
+    groups: list[tuple[tuple[int, str, bool], list[tuple[Batch, tuple[float, float]]]]] = []
     for departure in plan.departures:
         source = sources[departure.chunk.item]
         key = departure.event, source.owner, departure.duplicated
         if not groups or groups[-1][0] != key:
             groups.append((key, []))
-        groups[-1][1].append(_cut(source.batch, departure.chunk.begin, departure.chunk.end))
+        batch = _cut(source.batch, departure.chunk.begin, departure.chunk.end)
+        groups[-1][1].append((batch, (departure.start_s, departure.end_s)))
     sizes: dict[torch.device, int] = {}
     units = []
     for (event, owner, duplicated), found in groups:
-        batches = tuple(sorted(found, key=lambda batch: batch.begin))
+        found.sort(key=lambda pair: pair[0].begin)
+        batches = tuple(batch for batch, _ in found)
         slots = tuple(_slot(batch, sizes) for batch in batches) if duplicated else ()
-        units.append(Unit(event, owner, batches, slots))
+        planned_s = tuple(times for _, times in found)
+        units.append(Unit(event, owner, batches, slots, planned_s))
     return tuple(units), sizes
 
 

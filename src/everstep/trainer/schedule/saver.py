@@ -200,7 +200,8 @@ class ScheduledSaver(Saver):
         prepared.gated_batches(tensors)  # the spot check needs them planned
         # The scheduler's gate knows what each update changes, so the base class gets no gate.
         copies = PlannedCopies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
-        notify = functools.partial(self._notify_keeper, service, pool, self._starts, dispatch)
+        complete = functools.partial(self.scheduler.complete, dispatch, prepared)
+        notify = functools.partial(self._notify_keeper, service, pool, self._starts, complete)
         try:
             self.fill(prepared, plan, survey, save, room, copies, notify)
         finally:
@@ -231,7 +232,7 @@ class ScheduledSaver(Saver):
         service: Service,
         pool: CapturePool,
         starts: int,
-        dispatch: Dispatch,
+        complete: Callable[[int], None],
         capture: Capture,
         objects: Mapping[str, bytes],
     ) -> None:
@@ -243,7 +244,7 @@ class ScheduledSaver(Saver):
         """
         service.keeper.captured(capture, objects)
         pool.drop_kept()
-        self.scheduler.complete(dispatch, capture.step)
+        complete(capture.step)
         older: Capture | None = None
         with self._parking:
             serves = service.keeper is self._keeper

@@ -11,6 +11,7 @@ in the training thread, at step marks; results from the lane's thread are read t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import statistics
@@ -39,7 +40,13 @@ from everstep.trainer.schedule.bound_plan import (
     copy_sources,
     plan_units,
 )
-from everstep.trainer.schedule.stats import ScheduleStats, link_bandwidth
+from everstep.trainer.schedule.stats import (
+    ScheduleStats,
+    TensorTimes,
+    batch_times,
+    link_bandwidth,
+    tensor_times,
+)
 
 _PROGRAMS_MAX = 4  # sequences of events with a plan
 _HISTORY = 16  # steps used to predict the next one's events
@@ -99,6 +106,7 @@ class _Measured:
         followed_steps: number of steps that did.
         links: bandwidths of the latest captures, in bytes per second.
         waited_s: waits of the latest steps under the same plan.
+        tensors: computes the times of the newest complete capture, by entry.
     """
 
     captures: int = 0
@@ -108,6 +116,7 @@ class _Measured:
     followed_steps: int = 0
     links: deque[float] = field(default_factory=lambda: deque(maxlen=_LINK_SAMPLES))
     waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WAITS))
+    tensors: Callable[[], Mapping[str, TensorTimes]] = dict
 
     @property
     def link_bytes_per_s(self) -> float | None:
@@ -201,9 +210,11 @@ class Scheduler:
         self._events.waited(event, wait_s)
         return wait_s, late
 
-    def complete(self, dispatch: Dispatch, step: int) -> None:
+    def complete(self, dispatch: Dispatch, prepared: PreparedBase, step: int) -> None:
         """Note that a capture is complete and the keeper was notified; in the lane's thread."""
-        if (link := link_bandwidth(dispatch)) is not None:
+        batches = batch_times(dispatch)
+        self._measured.tensors = functools.partial(tensor_times, prepared, batches)
+        if (link := link_bandwidth(batches)) is not None:
             self._measured.links.append(link)
         self._measured.held_step = step
 
@@ -230,6 +241,7 @@ class Scheduler:
             predicted_wait_s=None if plan is None else plan.wait_s,
             waited_s=tuple(measured.waited_s),
             duplicated_bytes=duplicates,
+            tensors=measured.tensors(),
         )
 
     # --- What the events bring ----------------------------------------------------------
