@@ -7,7 +7,7 @@ in the log (TierCheck; ``lossy``) restores an approximation.
 Read in this order:
 
 ``floats``      numbers as integers that sort by magnitude
-``scan``        search for the largest elements: numpy in host memory, torch on devices
+``scan``        search for the largest elements: numpy, plain torch; ``kernels``: Triton
 ``sparse``      ``Sparse``: exact top-k, sampled threshold
 ``quantized``   ``Int8``: eight bits per element and a scale per block
 ``forms``       the kinds by name; the adaptive choice by size

@@ -25,6 +25,7 @@ from typing import Final
 import torch
 
 from everstep.compress.floats import FORMATS, checked_flat
+from everstep.compress.scan import kernels_for
 from everstep.errors import FormatError, OptionError
 
 BLOCK_NUMEL: Final = 256
@@ -76,10 +77,14 @@ class Int8:
         wide = self.scales.dtype
         # Finite values must stay finite in a narrower dtype; NaN passes, and infinity cannot occur.
         limit = min(torch.finfo(dtype).max for dtype in (wide, self.dtype, out.dtype))
+        kernels = kernels_for(out) if wide == torch.float32 else None
         for target, values, scales in _rows(out, self):
             direct = self.dtype == out.dtype == wide
             part = target if direct else torch.empty_like(target, dtype=wide)
-            part.copy_(values).mul_(scales[:, None])
+            if kernels is not None and values.shape[1] == BLOCK_NUMEL:
+                kernels.dequantize(values, scales, part)
+            else:
+                part.copy_(values).mul_(scales[:, None])
             if limit < torch.finfo(wide).max:
                 part.clamp_(-limit, limit)
             if not direct:
@@ -131,10 +136,14 @@ def int8(flat: torch.Tensor) -> Int8:
         torch.empty(blocks, dtype=wide, device=flat.device),
         flat.dtype,
     )
+    kernels = kernels_for(flat) if wide == torch.float32 else None
     for rows, values, scales in _rows(flat, form):
-        wide_rows = rows.to(wide)
-        scales.copy_(_scales(wide_rows))
-        _quantize(wide_rows, scales, values)
+        if kernels is not None and rows.shape[1] == BLOCK_NUMEL:
+            kernels.quantize(rows, values, scales, _largest_scaled(wide))
+        else:
+            wide_rows = rows.to(wide)
+            scales.copy_(_scales(wide_rows))
+            _quantize(wide_rows, scales, values)
     return form
 
 

@@ -4,25 +4,32 @@ All searches compare keys (:mod:`everstep.compress.floats`) and all positions as
 not depend on the device, the number of threads or the order of execution.
 
 ``HostScan``    host memory: numpy in blocks that stay in the processor's cache
-``DeviceScan``  plain torch: every device, and the reference for the other
+``DeviceScan``  plain torch: every device, and the reference for the others
+``kernels``     Triton, for CUDA (a separate module, imported where triton is installed)
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import logging
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from everstep.compress.floats import FloatFormat
+from everstep.compress.floats import FORMATS, FloatFormat
 from everstep.state.values.tensors import host_bytes
 
 SAMPLE_NUMEL: Final = 2**16
 """Elements in a sample. At a ratio of 1 % the threshold is estimated from 655 of them, and the
 number of kept elements has a standard deviation of 4 %."""
+
+_log = logging.getLogger("everstep")
 
 _BLOCK_BYTES = 2**18  # fits a second-level cache with its temporaries
 
@@ -162,7 +169,13 @@ class _Found:
 
 def scan_of(flat: torch.Tensor, form: FloatFormat) -> DeviceScan:
     """Return the fastest scan for the device of ``flat``."""
-    return (HostScan if flat.device.type == "cpu" else DeviceScan)(flat, form)
+    if flat.device.type == "cpu":
+        return HostScan(flat, form)
+    kernels = kernels_for(flat)
+    if kernels is not None:
+        scan: DeviceScan = kernels.TritonScan(flat, form)
+        return scan
+    return DeviceScan(flat, form)
 
 
 def sample_positions(numel: int, device: torch.device) -> torch.Tensor:
@@ -187,3 +200,32 @@ def _strides(stride: int, count: int, device: torch.device) -> torch.Tensor:
     mixed = ((number + 1) * 0x9E3779B1) & 0xFFFFFFFF  # golden ratio
     mixed = (((mixed >> 15) ^ mixed) * 0x85EBCA6B) & 0xFFFFFFFF  # as in MurmurHash3
     return number * stride + (mixed >> 8) % stride
+
+
+def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
+    """Return the module of Triton kernels if they can run on ``tensor``."""
+    return _kernels_on(tensor.device) if tensor.is_cuda else None
+
+
+@functools.cache
+def _kernels_on(device: torch.device) -> ModuleType | None:
+    """Return the module if triton is installed and its compiled kernels work: that takes a C
+    compiler, which many containers lack, and a GPU that this triton supports.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        module = importlib.import_module("everstep.compress.kernels")
+        sample = torch.arange(-8.0, 9.0, dtype=torch.float32, device=device)
+        form = FORMATS[torch.float32]
+        reference = DeviceScan(sample, form)
+        key = reference.kth(4)
+        wanted = reference.at_least(key, 4)
+        found = module.TritonScan(sample, form).at_least(key, 4)
+        if wanted is not None and found is not None and all(map(torch.equal, wanted, found)):
+            return module
+        why = "their result differs from torch's"
+    except Exception as error:  # of the compiler or the driver
+        why = repr(error)
+    _log.warning("everstep: Triton kernels do not work on %s, using plain torch: %s", device, why)
+    return None

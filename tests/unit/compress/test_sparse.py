@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +22,7 @@ from everstep.compress.scan import (
     SAMPLE_NUMEL,
     DeviceScan,
     HostScan,
+    kernels_for,
     sample_positions,
 )
 from everstep.compress.sparse import Sparse, sampled_threshold, topk
@@ -298,3 +303,35 @@ def test_what_cannot_be_compressed_is_refused(compress: Compress) -> None:
             compress(torch.ones(3), ratio)
     with pytest.raises(OptionError, match="shape"):
         topk(torch.ones(3), 1.0).dense(out=torch.ones(4))
+
+
+class FailingScan(DeviceScan):
+    def at_least(self, key: int, most: int) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+
+class WrongScan(DeviceScan):
+    def at_least(self, key: int, most: int) -> Any:
+        found = super().at_least(key, most)
+        return None if found is None else found._replace(positions=found.positions + 1)
+
+
+@pytest.mark.parametrize(
+    ("scan", "why"),
+    [(DeviceScan, ""), (FailingScan, "C compiler"), (WrongScan, "differs from torch"), (None, "")],
+)
+def test_kernels_that_do_not_run_are_done_without(
+    scan: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container without a compiler trains all the same; said once. What is never asked for
+    (``None``) is not looked for."""
+    module = SimpleNamespace(TritonScan=scan)
+    monkeypatch.setitem(sys.modules, "everstep.compress.kernels", module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    scan_module._kernels_on.cache_clear()
+    tensor: Any = SimpleNamespace(is_cuda=scan is not None, device=torch.device("cpu"))
+    with caplog.at_level(logging.WARNING, logger="everstep"):
+        found = [kernels_for(tensor) for _ in range(2)]
+    scan_module._kernels_on.cache_clear()
+    assert found == [module if scan is DeviceScan else None] * 2
+    assert [why in record.message for record in caplog.records] == [True] * bool(why)
