@@ -21,7 +21,6 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, plan_files
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.recall_wire import base_from_wire
-from everstep.keeper.process.presence import Registered
 from everstep.keeper.process.server import Server
 from everstep.keeper.replica.served_replica import ServedReplica
 from everstep.link.capture import shard_offsets
@@ -93,7 +92,7 @@ class Bench:
         clock: Clock | None = None,
         linger_s: float = 600.0,
         rank: int = 0,
-        registration: Registered = Place(),
+        registration: Any = Place(),
         **options: Any,
     ) -> None:
         self.run = run

@@ -23,11 +23,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Any
 
+import msgspec
 import xxhash
 
 from everstep.errors import KeeperError, KeeperTimeoutError
+from everstep.format.message_codec import Count
 from everstep.seams.files.locks import LockedFile, file_identity, lock_file, same_file, try_lock
 from everstep.seams.files.posix import PosixFileSystem
 from everstep.seams.machine import resolve_path
@@ -108,12 +109,12 @@ class KeeperInfo:
         started_unix_s: start time, for display.
     """
 
-    pid: int
+    pid: Count
     run: str
     run_id: str
-    rank: int
+    rank: Count
     version: str
-    protocol: int
+    protocol: Count
     started_unix_s: float
 
     @property
@@ -129,23 +130,10 @@ class KeeperInfo:
     def decode(cls, data: bytes) -> KeeperInfo | None:
         """Decode the contents of the file; None for anything else."""
         try:
-            fields = json.loads(data)
-        except (ValueError, RecursionError):
+            # A newer version of everstep may write more fields: they are ignored.
+            return msgspec.convert(json.loads(data), cls)
+        except (ValueError, RecursionError, msgspec.ValidationError):
             return None
-        if not isinstance(fields, dict):
-            return None
-        # A newer version of everstep may write more fields: ignore them.
-        found: dict[str, Any] = {name: fields.get(name) for name in cls.__slots__}
-        numbers = (found["pid"], found["rank"], found["protocol"])
-        texts = (found["run"], found["run_id"], found["version"])
-        started = found["started_unix_s"]
-        if not all(isinstance(value, str) for value in texts):
-            return None
-        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in numbers):
-            return None
-        if not isinstance(started, (int, float)):
-            return None
-        return cls(**found)
 
 
 class Registration:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import everstep
-from everstep.commit.deletion import Condemn
 from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError, RecoveryError, StateError
 from everstep.format.names import (
@@ -26,7 +25,8 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.retain.deletion import delete_base, perform_deletion
+from everstep.keeper.retain.deletion import condemn as mark_condemned
+from everstep.keeper.retain.deletion import delete_base
 from everstep.keeper.retain.retention import Retention
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.run.fence import Fence
@@ -54,7 +54,7 @@ def saved(run: Path, steps: int, **options: Any) -> None:
 def condemn(run: Path, step: int) -> Path:
     """What a deleter has done that dies before it looks at the fence again."""
     path = base_folder(run, step)
-    perform_deletion(FILES, PurePath(path), Condemn(), None, lambda: 1)
+    mark_condemned(FILES, PurePath(path))
     return path
 
 
@@ -226,8 +226,7 @@ def test_of_lifting_and_removing_one_succeeds(run_folder: Path) -> None:
 def test_a_second_deleter_finishes_what_the_first_has_begun(run_folder: Path) -> None:
     saved(run_folder, 2)
     condemn(run_folder, 1)
-    victim = scan_base(FILES, PurePath(run_folder), BaseId(1, 1))
-    delete_base(FILES, PurePath(run_folder), victim, None, timeline=1)
+    delete_base(FILES, PurePath(base_folder(run_folder, 1)), None)
     assert not base_folder(run_folder, 1).exists()
 
 
@@ -241,8 +240,7 @@ def test_a_timeline_on_which_nobody_trained_hides_nothing(run_folder: Path) -> N
     def delete(op: str, name: PurePath) -> None:
         if op == "link" and name.name == "timeline.json":
             fs.hook = lambda op, name: None
-            victim = scan_base(FILES, PurePath(run_folder), BaseId(1, 2))
-            delete_base(FILES, PurePath(run_folder), victim, None, timeline=None)
+            delete_base(FILES, PurePath(base_folder(run_folder, 2)), None)
 
     fs.hook = delete
     state = {"n": 0, "pad": torch.zeros(500)}

@@ -4,10 +4,8 @@ They run in the keepers (commits) and in the trainers (agreement at a start). Re
 
 ``cluster``      ranks, and which of them share a disk
 ``messages``     messages between ranks, and their encoding
-``actions``      actions, events and reports of the commit protocol
-``member``       commits of one rank in a timeline
+``member``       commits of one rank in a timeline: actions, events, reports
 ``coordinator``  rank 0: watermark and retention for all ranks
 ``offers``       inventories of the ranks at a start, and the choice of what to restore
-``offer_codec``  their encoding
 ``agreement``    start of a job: all ranks restore the same state
 """

@@ -10,15 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from everstep.commit.job.actions import Send
 from everstep.commit.job.agreement import (
     Agreement,
     AgreementEvent,
     AgreementOut,
     Compare,
     Go,
-    InventorySeen,
-    Opened,
     OpenTimeline,
     RanksSilent,
     Refuse,
@@ -26,6 +23,7 @@ from everstep.commit.job.agreement import (
     TakeInventory,
 )
 from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.member import Send
 from everstep.commit.job.offers import Choice, Needs
 from everstep.format.records import TimelineRecord
 from everstep.restore.fetch.peers import FetchCopies
@@ -132,7 +130,7 @@ class _RankStart:
         """Perform an action, and return the event that answers it."""
         if isinstance(out, TakeInventory):
             self._others.begin("scans its bases and logs")
-            return InventorySeen(self._sources.offer(out))
+            return self._sources.offer(out)
         if isinstance(out, Compare):
             self._others.begin(f"compares {out.choice.base} with its state")
             return self._restore.compare(out.choice)
@@ -141,7 +139,7 @@ class _RankStart:
             return self._restore.restore(out.choice)
         self._others.begin(f"opens timeline {out.record.timeline}")
         failpoint("resume.before_timeline")
-        return Opened(self._sources.open(out))
+        return self._sources.open(out)
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
         return record_of(
