@@ -24,6 +24,7 @@ SLOTS_DIR = "slots"
 TEMPORARY_SUFFIX = ".tmp"
 
 _TIMELINE = re.compile(r"timeline-(\d{5,9})", re.ASCII)
+_PART = re.compile(rf"(?<![A-Za-z])({BASE_DIR}|{LOG_DIR}|{LOSSY_DIR})(?![A-Za-z])")
 _STEP = re.compile(r"(\d{12,18})", re.ASCII)
 _SEGMENT = re.compile(r"(\d{12,18})-(\d{12,18})", re.ASCII)
 _SHARD = re.compile(r"rank-(\d{5,9})(?:-(\d{5,9}))?\.safetensors", re.ASCII)
@@ -75,6 +76,15 @@ def parse_renamed_timeline(name: str) -> int | None:
     """
     match = _TIMELINE.search(name)
     return None if match is None or parse_timeline(name) is not None else int(match[1])
+
+
+def parse_renamed_part(name: str) -> str | None:
+    """Return the directory of a timeline that was renamed (``base.bak``).
+
+    None for a name that contains no such directory's name, or is one.
+    """
+    match = _PART.search(name)
+    return None if match is None or match[0] == name else match[0]
 
 
 def parse_base(name: str) -> int | None:

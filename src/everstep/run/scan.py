@@ -36,6 +36,7 @@ from everstep.format.names import (
     marker_name,
     parse_base,
     parse_marker,
+    parse_renamed_part,
     parse_renamed_timeline,
     parse_segment,
     parse_timeline,
@@ -291,16 +292,9 @@ class _Scan:
 
     def _refuse_renamed(self, entries: list[DirEntry], numbers: list[int]) -> None:
         for entry in entries:
-            renamed = parse_renamed_timeline(entry.name)
-            if renamed is not None and renamed not in numbers and entry.kind in ("dir", "link"):
-                original = timeline_dir(self._path, renamed).name
-                path = self._path / entry.name
-                raise ForeignDirectoryError(
-                    f"{path} looks like timeline {renamed}, renamed from {original}: its contents "
-                    "may be newer than everything readable",
-                    path=path,
-                    hint="rename it back, or move it out of the run folder to go on without it",
-                )
+            number = parse_renamed_timeline(entry.name)
+            if number is not None and number not in numbers:
+                _refuse_moved(self._path, entry, timeline_dir(self._path, number).name)
 
     def _scan_timeline(self, number: int, directory: PurePath) -> None:
         inventory = self.inventory
@@ -313,6 +307,10 @@ class _Scan:
             )
         for kind in (BASE_DIR, LOG_DIR, LOSSY_DIR):
             _refuse_irregular(directory / kind, kinds.get(kind, "dir"))
+        for entry in entries.values():
+            part = parse_renamed_part(entry.name)
+            if part is not None and part not in kinds:
+                _refuse_moved(directory, entry, part)
         mine = []
         if kinds.get(BASE_DIR) == "dir":
             mine = self._bases(number, directory / BASE_DIR)
@@ -481,6 +479,22 @@ def _refuse_irregular(path: PurePath, kind: str) -> None:
             path=path,
             hint="move it back to its place (a symbolic link to the entire run folder works), or "
             "remove it to go on without it",
+        )
+
+
+def _refuse_moved(folder: PurePath, entry: DirEntry, original: str) -> None:
+    """Refuse a run in which ``original`` is missing and ``entry`` seems to be what it was.
+
+    Raises:
+        ForeignDirectoryError: the entry is a directory, or a link to one.
+    """
+    if entry.kind in ("dir", "link"):
+        path = folder / entry.name
+        raise ForeignDirectoryError(
+            f"{path} looks as if renamed from {original}: its contents may be newer than "
+            "everything readable",
+            path=path,
+            hint="rename it back, or move it out of the run folder to go on without it",
         )
 
 

@@ -15,6 +15,7 @@ from everstep.format.names import (
     BASE_DIR,
     LOG_DIR,
     RUN_RECORD,
+    parse_renamed_part,
     parse_renamed_timeline,
     timeline_dir,
 )
@@ -100,11 +101,20 @@ def test_the_run_folder_itself_may_be_a_link(run: Path) -> None:
     assert look(run)[1] == 4
 
 
-@pytest.mark.parametrize("name", ["timeline-00002.bak", "old-timeline-00002"])
-def test_a_renamed_timeline(run: Path, name: str) -> None:
-    timeline(run, 2).rename(run / name)
-    assert "renamed from timeline-00002" in refused(run, run / name)
-    (run / name).rename(timeline(run, 2))
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("timeline-00002", "timeline-00002.bak"),
+        ("timeline-00002", "old-timeline-00002"),
+        ("timeline-00002/base", "timeline-00002/base.bak"),
+        ("timeline-00002/log", "timeline-00002/Copy of log"),
+    ],
+)
+def test_a_renamed_part(run: Path, part: str, name: str) -> None:
+    (run / part).mkdir(exist_ok=True)
+    (run / part).rename(run / name)
+    assert f"renamed from {Path(part).name}" in refused(run, run / name)
+    (run / name).rename(run / part)
     assert look(run)[1] == 4
 
 
@@ -115,26 +125,44 @@ def test_the_only_timeline_renamed(tmp_path: Path) -> None:
     refused(run, run / "timeline-00001.bak")
 
 
+def test_the_only_bases_renamed(tmp_path: Path) -> None:
+    """Without its bases, the timeline looks like one that nothing was saved in."""
+    run = tmp_path / "run"
+    train_on(run, until=2)
+    bases = timeline(run, 1) / BASE_DIR
+    bases.rename(bases.with_name("base.bak"))
+    refused(run, bases.with_name("base.bak"))
+
+
 def test_a_second_copy_of_a_timeline_is_in_nobodys_way(run: Path) -> None:
     shutil.copytree(timeline(run, 2), run / "timeline-00002.bak")
     (run / "timeline-00007.json").write_text("a profile of the user's")
+    shutil.copytree(timeline(run, 2) / BASE_DIR, timeline(run, 2) / "base.bak")
+    (timeline(run, 2) / "log.txt").write_text("notes of the user's")
     recovery, value = look(run)
     assert (recovery.notes, value) == ((), 4)
     assert timeline(run, 3).exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
+    ("name", "number", "part"),
     [
-        ("timeline-00002.bak", 2),
-        ("Copy of timeline-00012", 12),
-        ("timeline-00002", None),
-        ("timeline-2", None),
-        ("base", None),
+        ("timeline-00002.bak", 2, None),
+        ("Copy of timeline-00012", 12, None),
+        ("timeline-00002", None, None),
+        ("timeline-2", None, None),
+        ("base", None, None),
+        ("base_old", None, "base"),
+        ("log (1)", None, "log"),
+        ("database", None, None),
+        ("logs", None, None),
     ],
 )
-def test_names_that_have_one_of_ours_within_them(name: str, number: int | None) -> None:
+def test_names_that_have_one_of_ours_within_them(
+    name: str, number: int | None, part: str | None
+) -> None:
     assert parse_renamed_timeline(name) == number
+    assert parse_renamed_part(name) == part
 
 
 def test_a_copy_without_a_timeline_of_the_history(run: Path) -> None:

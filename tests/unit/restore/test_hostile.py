@@ -18,6 +18,7 @@ from torch import nn
 
 from everstep.errors import (
     EverstepError,
+    ForeignDirectoryError,
     MismatchError,
     RecoveryError,
     StateError,
@@ -97,16 +98,17 @@ def test_a_linked_record_counts_as_missing(name: str, run_folder: Path) -> None:
 
 
 def test_a_linked_timeline_is_not_followed(run_folder: Path) -> None:
-    """What is behind it may be newer than all else: whoever asks for a step goes on without it."""
+    """Its contents may be newer than all else: training goes on without it once it is removed."""
     make_run(run_folder)
     make_run(run_folder.with_name("other"), bases=5)
-    (run_folder / "timeline-00009").symlink_to(run_folder.with_name("other") / "timeline-00001")
-    with pytest.raises(RecoveryError, match="timeline-00009 is a symbolic link"):
-        resume_into(run_folder)
-    assert resume_into(run_folder, step=2) == (2, 2)
-    assert newest_timeline(PosixFileSystem(), run_folder) == 10  # not 9: that name is taken
+    link = run_folder / "timeline-00009"
+    link.symlink_to(run_folder.with_name("other") / "timeline-00001")
+    for step in (None, 0, 2):
+        with pytest.raises(ForeignDirectoryError, match="timeline-00009 is a symbolic link"):
+            resume_into(run_folder, step)
+    assert newest_timeline(PosixFileSystem(), run_folder) == 1  # none was opened
+    link.unlink()
     assert resume_into(run_folder) == (2, 2)
-    assert any("timeline-00009" in str(path) for path, _ in inventory_of(run_folder).problems)
 
 
 def test_retention_does_not_delete_through_links(run_folder: Path) -> None:
@@ -171,26 +173,22 @@ def test_a_file_in_place_of_a_base(run_folder: Path) -> None:
     assert resume_into(run_folder) == (2, 2)
 
 
-def test_a_file_in_place_of_a_timeline(run_folder: Path) -> None:
+@pytest.mark.parametrize("name", ["timeline-00002", "timeline-00001/base"])
+def test_a_file_in_place_of_a_folder(name: str, run_folder: Path) -> None:
+    """Neither passed over nor taken for a run in which nothing was saved."""
     make_run(run_folder)
-    (run_folder / "timeline-00002").write_text("x")
-    with pytest.raises(RecoveryError, match="timeline-00002 is not a directory"):
-        resume_into(run_folder)
-    assert resume_into(run_folder, step=2) == (2, 2)
-
-
-def test_a_file_in_place_of_all_bases(run_folder: Path) -> None:
-    make_run(run_folder)
-    bases = run_folder / "timeline-00001" / "base"
-    bases.rename(run_folder / "gone")
-    bases.write_text("x")
-    live: dict[str, Any] = {"m": nn.Linear(2, 3), "d": None}
-    with opened(run_folder, live) as ckpt:
-        with pytest.raises(RecoveryError, match="base is not a directory"):
-            ckpt.resume()
-        recovery = ckpt.resume(step=0)
-    assert recovery.source == "fresh"
-    assert any("is not a directory" in note for note in recovery.notes)
+    path = run_folder / name
+    aside = run_folder / "aside"
+    if path.exists():
+        path.rename(aside)
+    path.write_text("x")
+    for step in (None, 0, 2):
+        with pytest.raises(ForeignDirectoryError, match=f"{path.name} is not a directory"):
+            resume_into(run_folder, step)
+    path.unlink()
+    if aside.exists():
+        aside.rename(path)
+    assert resume_into(run_folder) == (2, 2)
 
 
 # Sizes and counts that are claimed.
