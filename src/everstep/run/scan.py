@@ -8,7 +8,7 @@ that a record claims.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, TypeVar
@@ -299,24 +299,18 @@ class _Scan:
     def _scan_timeline(self, number: int, directory: PurePath) -> None:
         inventory = self.inventory
         entries = {entry.name: entry for entry in self._filesystem.scan(directory)}
-        kinds = {name: entry.kind for name, entry in entries.items()}
-        inventory.names[number] = frozenset(kinds)
+        inventory.names[number] = frozenset(entries)
         if TIMELINE_RECORD in entries:
             inventory.timelines[number] = self._timeline_record(
                 number, directory / TIMELINE_RECORD, entries[TIMELINE_RECORD]
             )
-        for kind in (BASE_DIR, LOG_DIR, LOSSY_DIR):
-            _refuse_irregular(directory / kind, kinds.get(kind, "dir"))
-        for entry in entries.values():
-            part = parse_renamed_part(entry.name)
-            if part is not None and part not in kinds:
-                _refuse_moved(directory, entry, part)
+        _refuse_moved_parts(directory, entries)
         mine = []
-        if kinds.get(BASE_DIR) == "dir":
+        if BASE_DIR in entries:
             mine = self._bases(number, directory / BASE_DIR)
         inventory.bases += mine
         has_bases = any(base.status in _MAY_BE_GOOD or base.is_usable for base in mine)
-        logs = [directory / kind for kind in (LOG_DIR, LOSSY_DIR) if kinds.get(kind) == "dir"]
+        logs = [directory / kind for kind in (LOG_DIR, LOSSY_DIR) if kind in entries]
         if not has_bases and any(_holds_segments(self._filesystem, log) for log in logs):
             inventory.logged.add(number)
         if TIMELINE_RECORD in entries:
@@ -480,6 +474,20 @@ def _refuse_irregular(path: PurePath, kind: str) -> None:
             hint="move it back to its place (a symbolic link to the entire run folder works), or "
             "remove it to go on without it",
         )
+
+
+def _refuse_moved_parts(directory: PurePath, entries: Mapping[str, DirEntry]) -> None:
+    """Refuse a timeline whose bases or logs lie elsewhere, or under another name.
+
+    Raises:
+        ForeignDirectoryError: one of them is a link or a file, or was renamed.
+    """
+    for entry in entries.values():
+        if entry.name in (BASE_DIR, LOG_DIR, LOSSY_DIR):
+            _refuse_irregular(directory / entry.name, entry.kind)
+        original = parse_renamed_part(entry.name)
+        if original is not None and original not in entries:
+            _refuse_moved(directory, entry, original)
 
 
 def _refuse_moved(folder: PurePath, entry: DirEntry, original: str) -> None:
