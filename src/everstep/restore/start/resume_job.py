@@ -8,7 +8,7 @@ that continues alone after several ranks is a job of one rank, without messages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from everstep.commit.job.agreement import (
     Agreement,
@@ -47,6 +47,7 @@ class _RankStart:
     """One rank's side of an agreement.
 
     Args:
+        ready: returns once this rank's keeper is ready.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class _RankStart:
         exchange: LogExchange,
         sources: RankSources,
         restore: RankRestore,
+        ready: Callable[[], None],
     ) -> None:
         self._request = request
         self._meeting = meeting
@@ -64,6 +66,7 @@ class _RankStart:
         self._exchange = exchange
         self._sources = sources
         self._restore = restore
+        self._ready = ready
         self._went: Go | None = None
         self._refused: Refuse | None = None
         self._agreement = Agreement(
@@ -138,6 +141,9 @@ class _RankStart:
             self._others.begin(f"restores {out.choice.base or 'nothing'}")
             return self._restore.restore(out.choice)
         self._others.begin(f"opens timeline {out.record.timeline}")
+        # The keeper must be ready before the timeline exists: from then on older processes are
+        # fenced off.
+        self._ready()
         failpoint("resume.before_timeline")
         return self._sources.open(out)
 
@@ -159,6 +165,7 @@ def resume_all_ranks(
     copies: Copies | None = None,
     log: RankLog | None = None,
     fetch: FetchCopies | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> tuple[Resumed, Choice]:
     """Restore on every rank the newest step that all ranks can reach, and open a timeline.
 
@@ -169,6 +176,7 @@ def resume_all_ranks(
         copies: copies in other tiers, readable by every rank; None: there are none.
         log: log of this rank; None: there is none.
         fetch: fetches copies from the memory of other nodes; None: there are none.
+        ready: returns once this rank's keeper is ready; no timeline is opened before.
 
     Raises:
         RecoveryError: there are bases, and none can be used by all ranks, or none of the requested
@@ -185,7 +193,7 @@ def resume_all_ranks(
     others = StartChannel(meeting, clock, request.run, timeout_s=request.timeout_s)
     exchange = LogExchange(others, clock, None if log is None else log.encoded)
     restore = RankRestore(request, sources, loader, log, exchange)
-    start = _RankStart(request, meeting, others, exchange, sources, restore)
+    start = _RankStart(request, meeting, others, exchange, sources, restore, ready)
     try:
         with storage_errors("resume", request.run, rank=meeting.rank):
             if fetch is not None:

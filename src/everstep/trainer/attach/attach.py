@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import PurePath
 
 from everstep.arena.memory import Arena
@@ -39,6 +40,7 @@ from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Clock, Seams
 from everstep.seams.files.locks import file_identity
 from everstep.seams.network.sockets import close_descriptors
+from everstep.seams.processes.threads import IoThreads
 from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
 
 _log = logging.getLogger("everstep")
@@ -112,6 +114,11 @@ def attach(
         path=run,
         hint="everstep stop ends it; its log is in the runtime folder (everstep doctor)",
     )
+
+
+def in_background(attach: Callable[[], RemoteKeeper]) -> Future[RemoteKeeper]:
+    """Start a keeper and attach to it, in a thread of its own that ends afterwards."""
+    return IoThreads(1, "everstep-keeper-start").submit(attach)
 
 
 def _connect(spawn: SpawnOptions) -> tuple[Connection | None, str]:

@@ -7,10 +7,12 @@ represented by a :class:`~everstep.trainer.attach.remote.RemoteKeeper`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from everstep.arena.memory import Arena
@@ -33,6 +35,7 @@ from everstep.seams.network.mailbox import ReservedPort, TcpMailbox
 from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.attach.attach import (
     attach,
+    in_background,
     is_there,
     orphaned_by_move,
     orphaned_state,
@@ -51,9 +54,14 @@ class RankMailbox:
     This process reserves the port of a keeper process, because other ranks expect a replacement
     keeper at the same port. Without the reservation, the system might assign it to another process
     in between.
+
+    Attributes:
+        address: address of the keeper process that was announced to other ranks; None if there is
+            none.
     """
 
     def __init__(self) -> None:
+        self.address: tuple[str, int] | None = None
         self._port: ReservedPort | None = None
         self._mailbox: TcpMailbox | None = None
 
@@ -70,7 +78,8 @@ class RankMailbox:
             self._release()
             self._port = reserved
             port = reserved.number
-        return host, port
+        self.address = host, port
+        return self.address
 
     def open(self, host: str, port: int) -> tuple[str, int]:
         """Open the mailbox of a keeper thread; return its address."""
@@ -173,6 +182,7 @@ class Keepers(KeeperEvents):
         self._fence: Fence | None = None
         self._mailbox = RankMailbox()
         self._remote: RemoteKeeper | None = None
+        self._starting: Future[RemoteKeeper] | None = None
         self._past_stats = KeeperStats()  # sum over earlier keepers and timelines
         self.attempts = ReplacementAttempts(terms.seams.clock)
         self.service: Service | None = None
@@ -211,17 +221,45 @@ class Keepers(KeeperEvents):
             else add_stats(self._past_stats, self.current.stats)
         )
 
-    def open(self) -> None:
+    def open(self, *, while_ranks_meet: bool = False) -> None:
         """Attach to a keeper process, or make the memory for a keeper thread.
+
+        Args:
+            while_ranks_meet: True to start a missing keeper process in the background, until
+                :meth:`ready` is called. A new process has no memory that could be restored.
 
         Raises:
             KeeperError, OutOfSpaceError
         """
-        if self.terms.in_process:
+        self.ready()
+        terms = self.terms
+        if terms.in_process:
             if self._remote is None or self._remote.lost is not None:
-                self._attached(self._attach())
-        elif self.terms.options.method.base != "sync" and self.pool is None:
-            self.pool = CapturePool(Arena.anonymous(self.terms.arena_bytes))
+                if while_ranks_meet and not is_there(terms.run, terms.run_id, terms.ranks.rank):
+                    self._remote = None
+                    self._starting = in_background(self._attach)
+                else:
+                    self._attached(self._attach())
+        elif terms.options.method.base != "sync" and self.pool is None:
+            self.pool = CapturePool(Arena.anonymous(terms.arena_bytes))
+
+    def ready(self) -> None:
+        """Wait for a keeper that is being started in the background.
+
+        Raises:
+            KeeperError, OutOfSpaceError
+        """
+        starting = self._starting
+        if starting is None:
+            return
+        try:
+            self._attached(starting.result())
+        finally:
+            if starting.done():  # otherwise the wait was interrupted, and the start continues
+                self._starting = None
+        if self._mailbox.address is not None:
+            host, port = self._mailbox.address
+            self.listen(host, port)
 
     def _attached(self, remote: RemoteKeeper) -> None:
         self._remote = remote
@@ -290,9 +328,11 @@ class Keepers(KeeperEvents):
             KeeperError: The mailbox cannot be opened.
         """
         try:
-            if self._remote is None:
+            if self._remote is None and self._starting is None:
                 return self._mailbox.open(host, port)
             host, port = self._mailbox.reserve(host, port)
+            if self._remote is None:  # ready() opens it
+                return host, port
             return host, self._remote.listen(host, port, self.terms.timeout_s)
         except OSError as error:
             raise mailbox_error(host, port, error) from error
@@ -312,6 +352,7 @@ class Keepers(KeeperEvents):
             job_session: place of this rank in the job; None for a single rank.
             opened: True for a new timeline; False if a replacement keeper continues one.
         """
+        self.ready()
         terms = self.terms
         # A thread keeper serves one timeline. It ends before the fence of the next one is set, as
         # it may still commit bases that were taken before.
@@ -468,6 +509,8 @@ class Keepers(KeeperEvents):
         Args:
             stay: True to leave a keeper process with its memory, as if this process had crashed.
         """
+        with contextlib.suppress(EverstepError):
+            self.ready()
         if self.current is not None:
             self._past_stats = self.stats
             self.current.close(stay=stay)

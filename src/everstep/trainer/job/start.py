@@ -122,6 +122,7 @@ class JobStart:
                 copies=self._shared.copies,
                 log=log,
                 fetch=self._fetch(request, needs),
+                ready=keeper.ready,
             )
             # After this exchange every rank knows the result. Until then the mailbox stays open,
             # because rank 0 may still wait for an answer.

@@ -146,7 +146,7 @@ class RunStarter:
             RecoveryError, MismatchError, StateError, KeeperError, DeadlineError
         """
         with self._reporting_failure():
-            self._keepers.open()
+            self._keepers.open(while_ranks_meet=self.job is not None)
             recalled = self._recall(own=own)
         warn_of_unsaved_residuals(
             self._state
@@ -210,7 +210,7 @@ class RunStarter:
     def _open_first_timeline(self) -> int:
         if self.job is not None:
             with self._reporting_failure():
-                self._keepers.open()
+                self._keepers.open(while_ranks_meet=True)
                 recalled = self._keepers.recall_leftovers()
             request = self._request(recalled, restores=False)
             return self.job.start_fresh(request, self._keepers).timeline
