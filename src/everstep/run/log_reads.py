@@ -327,6 +327,9 @@ def _read(
     return found
 
 
+ReadFrom = Callable[[FileSystem], FileSystem]
+"""Returns the file system to read segments of a copy from, which may read ahead of it."""
+
 _OPEN_MAX = 4  # segments open at a time; more would not make reading faster
 
 
@@ -349,6 +352,7 @@ class LogReads:
         ring: provides the reading threads.
         expected: records that will be requested, in this order; they are read ahead. Other records
             may be requested, too.
+        read_from: called for segments that name their own file system.
     """
 
     def __init__(
@@ -357,10 +361,12 @@ class LogReads:
         ring: ChunkRing,
         timeout_s: float,
         expected: Iterable[tuple[SegmentFound, int]] = (),
+        read_from: ReadFrom = lambda files: files,
     ) -> None:
         self._filesystem = filesystem
         self._ring = ring
         self._timeout_s = timeout_s
+        self._read_from = read_from
         self._budget = ReadBudget()
         self._runs = _runs(expected)  # not open yet
         self._open: deque[SegmentReads] = deque()  # the segment being read comes first
@@ -408,8 +414,9 @@ class LogReads:
         return self._open[0]
 
     def _opened(self, segment: SegmentFound, first: int, end: int | None) -> SegmentReads:
+        files = segment.files
         return SegmentReads(
-            segment.files or self._filesystem,
+            self._filesystem if files is None else self._read_from(files),
             segment,
             self._ring,
             self._budget,

@@ -16,11 +16,18 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep.cli import app
+from everstep.commit.job.offers import OFFERS
+from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
+from everstep.format.message_codec import encode
+from everstep.format.names import LOG_DIR
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.process.duties import Duties
 from everstep.keeper.ship.courier import CopyPlace, Courier
 from everstep.keeper.ship.log_copies import LogCopies
+from everstep.restore.fetch import files_ahead, rank_copies
+from everstep.restore.fetch.peers import FetchResult, fetch_plan
+from everstep.restore.start import rank_restore
 from everstep.restore.start import resume as resume_module
 from everstep.run.folder import open_timeline
 from everstep.seams import PosixFileSystem, ReadFile
@@ -28,9 +35,10 @@ from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.tiers.disk_tier import DiskTier
-from everstep.tiers.memory import MemoryTier
+from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.job import copies as copies_module
+from everstep.trainer.job import start as start_module
 from everstep.trainer.session.components import _refuse_lossy_replicas
 from tests.support.copying import contents, put, wait_for
 from tests.support.log.copies import ON_DISK, copy_log, until
@@ -392,8 +400,58 @@ def _spoil(path: Path, where: str) -> None:
     path.write_bytes(data)
 
 
+def told_of_choice(say: Any, offer: Any, copies: Any, needs: Any, **more: Any) -> FetchResult:
+    """What a rank does before it fetches; there is nothing to fetch."""
+    said = say("say what they have", {"offer": encode(offer)})
+    choice = fetch_plan([OFFERS.decode(one["offer"]) for one in said], [], needs, more["step"])[1]
+    assert choice is not None
+    more["extras"].planned(choice)
+    return FetchResult([], [])
+
+
+def test_a_lossy_log_is_looked_at_while_others_fetch(
+    tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes from peers is chosen without it; it is there when the ranks agree."""
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 7, ratio=0.9)
+    for run in runs:
+        shutil.rmtree(run)
+    looked, own = threading.Event(), MemoryTier.open
+
+    def noting(self: MemoryTier, name: str) -> Any:
+        if "/lossy/" in name:
+            looked.set()
+        return own(self, name)
+
+    def fetch(
+        meeting: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any
+    ) -> FetchResult:
+        assert offer.log == ()
+        told_of_choice(say, offer, *about, **more)
+        assert looked.wait(TIMEOUT_S), "nobody looks meanwhile"
+        return FetchResult([], [])
+
+    restored: list[Any] = []
+    restore = rank_restore.RankRestore.restore
+
+    def noted(self: Any, choice: Any) -> Any:
+        restored.append(choice.end)
+        return restore(self, choice)
+
+    monkeypatch.setattr(MemoryTier, "open", noting)
+    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(rank_restore.RankRestore, "restore", noted)
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        for one in ranks:
+            inspect(one.ckpt).starter.job.shared.fetches = True
+        assert [(one.step, one.exact) for one in resume(ranks)] == [(7, False)] * 2
+        all_die(ranks)
+    assert restored == [BaseId(1, 7)] * 2, "at the first attempt"
+
+
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_lossy_log_leads_on_from_an_older_base_if_the_chosen_one_is_damaged(
+def test_of_a_lossy_log_what_is_behind_the_chosen_base_is_read_and_all_of_it_if_that_is_damaged(
     tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     """Bases of steps 4 and 8 are in the store, and the log of steps 5 to 7, 9 and 10."""
@@ -416,12 +474,27 @@ def test_a_lossy_log_leads_on_from_an_older_base_if_the_chosen_one_is_damaged(
         data = bytearray(contents(store)[name])
         data[-1] ^= 1
         put(store, name, bytes(data))
+    opened: set[str] = set()
+    own = MemoryTier.open
+
+    def noting(self: MemoryTier, name: str) -> Any:
+        if "/lossy/" in name:
+            opened.add(name.split("/")[2][-2:])
+        return own(self, name)
+
+    monkeypatch.setattr(MemoryTier, "open", noting)
+    monkeypatch.setattr(
+        start_module,
+        "fetch_from_peers",
+        lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
+    )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
             inspect(one.ckpt).starter.job.shared.fetches = True
         found = {(one.step, one.base_step) for one in resume(ranks)}
         all_die(ranks)
     assert found == ({(7, 4)} if damaged else {(10, 8)})
+    assert opened == ({"07", "10"} if damaged else {"10"}), "by their last steps"
 
 
 def test_a_damaged_segment_in_the_store_is_the_end_for_all(
@@ -443,3 +516,111 @@ def test_a_damaged_segment_in_the_store_is_the_end_for_all(
         found = resume(ranks)
         assert [one.step for one in found] == [4, 4]
         assert "damaged" in str(found[0].skipped) + str(found[1].skipped)
+
+
+class _Reads:
+    """Which threads read tensors of segments in a store, and the names of what they read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[str, str]] = []
+        self.ahead = threading.Semaphore(0)
+        own = MemoryTier.open
+
+        def noting(tier: MemoryTier, name: str) -> Any:
+            file = own(tier, name)
+            return _Noted(self, name, file) if "/log/" in name else file
+
+        monkeypatch.setattr(MemoryTier, "open", noting)
+        monkeypatch.setattr(rank_copies, "_SMALL_BYTES", 0)  # or a look would read all of them
+
+    def by(self, thread: str) -> list[str]:
+        return sorted(name for name, who in self.found if who.startswith(thread))
+
+
+class _Noted:
+    def __init__(self, reads: _Reads, name: str, file: Any) -> None:
+        self._reads, self._name, self._file = reads, name, file
+        self.size_bytes: int = file.size_bytes
+        self.close = file.close
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        got = int(self._file.read_into(buffer, offset))
+        thread = threading.current_thread().name
+        self._reads.found.append((self._name, thread))
+        if thread.startswith(AHEAD):
+            self._reads.ahead.release()
+        return got
+
+
+AHEAD, REPLAY = "everstep-files-ahead", "everstep-io"
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["", "no room"])
+def test_a_log_comes_from_the_store_while_others_fetch(
+    tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """Each segment once, and not once more when it is replayed; where there is no room for it, only
+    then."""
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 6, **ON_DISK)
+    for run in runs:
+        shutil.rmtree(run)
+    reads = _Reads(monkeypatch)
+    if not room:
+        monkeypatch.setattr(files_ahead, "_LOG_BYTES_MAX", 10)
+
+    def fetch(meeting: Any, clock: Any, say: Any, *about: Any, **more: Any) -> FetchResult:
+        told_of_choice(say, *about, **more)
+        if room:
+            assert reads.ahead.acquire(timeout=TIMEOUT_S), "nothing comes meanwhile"
+        return FetchResult([], [])
+
+    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        for one in ranks:
+            inspect(one.ckpt).starter.job.shared.fetches = True
+        assert [(one.step, one.replayed, one.exact) for one in resume(ranks)] == [(6, 2, True)] * 2
+        for rank in range(2):
+            assert torch.equal(ranks[rank].weight, trained(rank, 6))
+        all_die(ranks)
+    segments = sorted(
+        item.name for item in store.walk("timeline-00001/log") if "safetensors" in item.name
+    )
+    assert len(segments) == 2, "of two steps, of each rank"
+    assert reads.by(AHEAD) == (segments if room else [])
+    assert set(reads.by(REPLAY)) == (set() if room else set(segments))
+
+
+def test_what_has_come_damaged_is_read_in_the_store(
+    tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 6, **ON_DISK)
+    shutil.rmtree(runs[1])
+    own, unusable = files_ahead.FilesAhead.open, set()
+
+    def spoiling(self: Any, path: PurePath, *, direct: bool = False) -> Any:
+        file = own(self, path, direct=direct)
+        if LOG_DIR not in path.parts:
+            return file
+        unusable.add(path.parent.name)
+        data = bytearray(file.size_bytes)
+        assert file.read_into(memoryview(data), 0) == len(data)
+        data[8 + int.from_bytes(data[:8], "little")] ^= 1
+        return MemoryFile([memoryview(data)])
+
+    monkeypatch.setattr(files_ahead.FilesAhead, "open", spoiling)
+    monkeypatch.setattr(
+        start_module,
+        "fetch_from_peers",
+        lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
+    )
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        for one in ranks:
+            inspect(one.ckpt).starter.job.shared.fetches = True
+        found = resume(ranks)
+        assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, True)] * 2
+        assert torch.equal(ranks[1].weight, trained(1, 6))
+        all_die(ranks)
+    assert unusable
+    assert "intact in another place" in str(found[1].skipped)

@@ -15,4 +15,5 @@ Read in this order:
 ``peers``           carries out the plan: exchange of chunks between ranks
 ``served_files``    files on a rank's own disk, served to ranks with another one
 ``sources``         places of each rank's files, cheapest first, with fallback on damage
+``files_ahead``     read-ahead from a remote place into host memory
 """

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from everstep.commit.job.messages import ChunkReply, ChunkRequest, FetchProgress
-from everstep.commit.job.offers import OFFERS, Needs, Offer, Piece
+from everstep.commit.job.offers import OFFERS, Choice, Needs, Offer, Piece
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError
 from everstep.format.message_codec import Count, Decoder, Stored, encode
@@ -99,13 +99,16 @@ class OfferExtras:
     """Information of a rank besides its offer.
 
     Attributes:
+        planned: called with the planned choice, the same on all ranks, before ranks fetch and wait
+            for each other. Must not wait.
         unproven: marker of the base in its keeper's memory, if its disk does not know its timeline.
         left: returns its offer with markers of missing files, and the coverage of its disk. Called
-            only if no base can be read by all ranks.
+            only if no base can be read by all ranks. None, on every rank: it does not count.
     """
 
-    unproven: Marker | None
-    left: Callable[[], tuple[Offer, Coverage]]
+    planned: Callable[[Choice], None]
+    unproven: Marker | None = None
+    left: Callable[[], tuple[Offer, Coverage]] | None = None
 
 
 FetchCopies = Callable[[StartChannel, Offer, OfferExtras], FetchResult]
@@ -184,17 +187,11 @@ def fetch_from_peers(
                 held.setdefault((base, piece.marker.rank, False), files)
         while True:
             attempt += 1
-            plan, choice = fetch_plan(
-                with_proven_bases(known.offers, known.markers, known.proof),
-                known.copies,
-                needs,
-                step,
-                known.logs,
-                rooms=known.rooms,
-                covers=known.covers,
-            )
-            if choice is None and known.covers is None and extras is not None:
-                known.add_remains(say, extras)
+            plan, choice = known.plan(needs, step)
+            if extras is not None and choice is not None:
+                extras.planned(choice)
+            elif extras is not None and extras.left is not None and known.covers is None:
+                known.add_remains(say, extras.left)
                 continue
             if not plan:
                 return FetchResult([], [], known.proof.get(offer.rank))
@@ -267,11 +264,23 @@ class _Announced:
             prove_timelines(offers, markers),
         )
 
-    def add_remains(self, say: AllGather, extras: OfferExtras) -> None:
+    def plan(self, needs: Needs, step: int | None) -> tuple[FetchPlan, Choice | None]:
+        """Return what each rank fetches, and the choice that it makes possible."""
+        return fetch_plan(
+            with_proven_bases(self.offers, self.markers, self.proof),
+            self.copies,
+            needs,
+            step,
+            self.logs,
+            rooms=self.rooms,
+            covers=self.covers,
+        )
+
+    def add_remains(self, say: AllGather, left: Callable[[], tuple[Offer, Coverage]]) -> None:
         """Exchange what is left of incomplete bases, since no base can be read by all ranks."""
-        offer, covers = extras.left()
-        left = encode((encode(offer), covers))
-        found = say("list the remains of replicas", {"left": left})
+        offer, covers = left()
+        mine = encode((encode(offer), covers))
+        found = say("list the remains of replicas", {"left": mine})
         everyones = [_REMAINS.decode(one["left"]) for one in found]
         self.offers = [OFFERS.decode(one) for one, _ in everyones]
         self.covers = [one for _, one in everyones]

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import needed_by
@@ -17,7 +18,7 @@ from everstep.restore.fetch.copies import switch_to_copy
 from everstep.restore.fetch.rank_copies import tier_errors
 from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain, LogIndex
-from everstep.run.log_reads import Key, LogReads, find_record, key_of
+from everstep.run.log_reads import Key, LogReads, ReadFrom, find_record, key_of
 from everstep.run.scan import Inventory
 from everstep.run.segments import SegmentFound, scan_log, validated
 from everstep.seams.files.filesystem import FileSystem
@@ -119,15 +120,23 @@ class LogFound:
         log.skipped += damaged
         return log
 
-    def reader(self, filesystem: FileSystem, ring: ChunkRing, timeout_s: float) -> LogReader:
+    def reader(
+        self,
+        filesystem: FileSystem,
+        ring: ChunkRing,
+        timeout_s: float,
+        read_from: ReadFrom = lambda files: files,
+    ) -> LogReader:
         """Return a reader of these records, for one thread at a time.
 
         Args:
             filesystem: file system of the segments in the run folder.
             ring: buffers for reading.
             timeout_s: a read that takes longer counts as hung.
+            read_from: returns the file system to read segments of a copy from. Damaged ones are
+                read in the copy itself.
         """
-        return LogReader(self, filesystem, ring, timeout_s)
+        return LogReader(self, filesystem, ring, timeout_s, read_from)
 
     def nearest(self, key: Key) -> LogRecord | tuple[SegmentFound, int]:
         """Return a record in memory, or else its segment and its number there."""
@@ -137,6 +146,23 @@ class LogFound:
         if key in self._lossy and (there is None or there[0].lossy):
             return self._lossy[key]
         return self._segments[key]
+
+    def in_copies(self, steps: Iterable[tuple[int, int]]) -> dict[PurePath, tuple[FileSystem, int]]:
+        """Return the files of copies with records of these steps that exist nowhere nearer, in
+        order; with where each is, and its size."""
+        found: dict[PurePath, tuple[FileSystem, int]] = {}
+        for timeline, step in steps:
+            updates = self.index.of_step.get((timeline, step), ())
+            keys: list[Key] = [("update", timeline, number) for number in updates]
+            for key in (*keys, ("mark", timeline, step)):
+                nearest = self.nearest(key) if key in self._segments else None
+                if not isinstance(nearest, tuple):
+                    continue
+                segment, _ = nearest
+                if segment.files is not None and segment.marker is not None:
+                    (record,) = segment.marker.files
+                    found[segment.path / record.name] = segment.files, record.length
+        return found
 
     def elsewhere(self, head: RecordHead) -> Iterator[SegmentFound]:
         """Yield the segments that should hold a record, nearest first, then those of copies."""
@@ -155,13 +181,19 @@ class LogReader:
     """
 
     def __init__(
-        self, found: LogFound, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
+        self,
+        found: LogFound,
+        filesystem: FileSystem,
+        ring: ChunkRing,
+        timeout_s: float,
+        read_from: ReadFrom,
     ) -> None:
         self.found = found
         self.parts: Mapping[tuple[int, int], Mapping[int, LogRecord]] = {}
         self._filesystem = filesystem
         self._ring = ring
         self._timeout_s = timeout_s
+        self._read_from = read_from
         self._repaired: dict[Skipped, None] = {}
         self._reads: LogReads | None = None
 
@@ -182,7 +214,7 @@ class LogReader:
         """
         self.close()
         ahead = self._on_disk(chain, lsn)
-        self._reads = LogReads(self._filesystem, self._ring, self._timeout_s, ahead)
+        self._reads = self._reads_of(ahead)
         try:
             for timeline, step in chain.steps:
                 mark = self.found.index.marks[timeline, step]
@@ -247,6 +279,9 @@ class LogReader:
         if reads is not None:
             reads.close()
 
+    def _reads_of(self, expected: Iterable[tuple[SegmentFound, int]]) -> LogReads:
+        return LogReads(self._filesystem, self._ring, self._timeout_s, expected, self._read_from)
+
     def _update(self, timeline: int, number: int) -> LogRecord:
         record = self._record("update", timeline, number)
         parts = self.parts.get((timeline, number))
@@ -258,7 +293,7 @@ class LogReader:
             return found
         segment, place = found
         if self._reads is None:
-            self._reads = LogReads(self._filesystem, self._ring, self._timeout_s)
+            self._reads = self._reads_of(())
         reads = self._reads
         try:
             return reads.read(segment, place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -165,6 +165,7 @@ class RankLog:
         bases: Collection[BaseId] = (),
         *,
         lossy: bool = True,
+        read_from: Callable[[FileSystem], FileSystem] = lambda files: files,
     ) -> tuple[LogRun, ...]:
         """Scan the log; return the runs of steps that it has.
 
@@ -173,6 +174,7 @@ class RankLog:
             bases: bases that this rank could start from; of copies only records that lead on from
                 these count.
             lossy: include lossy records in copies.
+            read_from: returns the file system to read segments of a copy from.
 
         Raises:
             OSError: a directory cannot be read.
@@ -189,8 +191,8 @@ class RankLog:
             lossy_copies=lossy,
         )
         self._served.close()
-        self._log = self._reader(log)
-        self._served = self._reader(log)
+        self._log = self._reader(log, read_from)
+        self._served = self._reader(log, read_from)
         return runs_of(log.index.marks, log.index.updates)
 
     def others(
@@ -205,6 +207,12 @@ class RankLog:
         """Return the runs of steps that this rank reads of logs of another layout
         (:meth:`.ReshardedLogs.look`)."""
         return self._resharded.look(inventory, copies, bases, near=near, relaid=relaid)
+
+    def in_copies(self, choice: Choice) -> dict[PurePath, tuple[FileSystem, int]]:
+        """Return the files of copies that a choice needs, as of the last scan."""
+        if choice.reach is None or choice.readers:
+            return {}
+        return self._log.found.in_copies(_steps_of(choice.reach, choice.timelines))
 
     def first_of(self, choice: Choice) -> tuple[int, int]:
         """Return timeline and step of the first step to replay."""
@@ -277,8 +285,11 @@ class RankLog:
         replay_s = self._request.seams.clock.monotonic_s() - start_s
         return replace(redone, inexact=redone.inexact or self._doubt, replay_s=replay_s)
 
-    def _reader(self, log: LogFound) -> LogReader:
-        return log.reader(self._filesystem, self._request.ring, self._request.timeout_s)
+    def _reader(
+        self, log: LogFound, read_from: Callable[[FileSystem], FileSystem] = lambda files: files
+    ) -> LogReader:
+        request = self._request
+        return log.reader(self._filesystem, request.ring, request.timeout_s, read_from)
 
     def _replay_own(self, replay: _Replay) -> EverstepError | None:
         """Replay this rank's own log; return the error if a step failed."""

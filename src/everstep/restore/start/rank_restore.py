@@ -135,6 +135,7 @@ class RankRestore:
     def _load(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
         """Load the chosen base; return the damaged files and their sources."""
         self.outcome = Outcome()
+        self._sources.stop_reading_ahead(but=choice.base)
         if choice.base is None or choice.manifest is None:
             return ()
         if not self._request.restores:

@@ -7,13 +7,17 @@ cheapest place.
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from everstep.commit.job.agreement import OpenTimeline, TakeInventory
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.offers import Choice, Needs, Offer, Source
+from everstep.commit.lineage import BaseId
+from everstep.commit.log_reach import LogRun
 from everstep.commit.retention import VOLATILE_TIERS
 from everstep.format.records import Manifest, Marker
+from everstep.restore.fetch.files_ahead import CopiesAhead
 from everstep.restore.fetch.peers import FetchCopies, FetchedBase, OfferExtras
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
@@ -60,9 +64,14 @@ class RankSources:
             for copy in request.recalled.copies
             if meeting.world == 1 or copy.marker.rank == meeting.rank
         ]
+        self._ahead = CopiesAhead(request.run, meeting.rank, needs)
         self._timelines = TimelineCache()
         self._asked = TakeInventory()
         self._early_offer: Offer | None = None
+        # The base that all ranks will choose, unless something is damaged: only the log after it is
+        # looked up in copies.
+        self._expected: BaseId | None = None
+        self._is_sound = True  # nothing was damaged so far
 
     @property
     def rank(self) -> int:
@@ -72,6 +81,10 @@ class RankSources:
     def offer(self, asked: TakeInventory) -> Offer:
         """Return what this rank can read."""
         self._asked = asked
+        # Asked again, the ranks could not use their choice: the log after another base counts, too.
+        if not self._is_sound:
+            self._expected = None
+        self._is_sound = False
         early = self._early_offer
         self._early_offer = None
         return early or self._offer()
@@ -110,28 +123,60 @@ class RankSources:
         others = self._log.others(
             inventory, self._copies.logs, offer.bases, near=near, relaid=self._asked.relaid
         )
-        runs = self._log.runs(inventory, self._copies.logs, offer.bases, lossy=lossy)
-        return replace(offer, log=runs, others=others)
+        return replace(offer, log=self._log_runs(offer, lossy=lossy), others=others)
+
+    def _log_runs(self, offer: Offer, *, lossy: bool = True) -> tuple[LogRun, ...]:
+        """Return the runs of steps of this rank's log."""
+        assert self._log is not None
+        return self._log.runs(
+            self.inventory,
+            self._copies.logs,
+            offer.bases if self._expected is None else (self._expected,),
+            lossy=lossy,
+            read_from=self._ahead.files,
+        )
 
     def fetch(self, fetch: FetchCopies, others: StartChannel) -> None:
         """Fetch bases and log records that this rank needs from other nodes.
 
         Records of which copies have only lossy versions are fetched as well, since a peer may have
-        the exact ones.
+        the exact ones. Meanwhile this rank reads ahead from copies, and the log in them is scanned
+        after the base that will be chosen: all ranks read the same copies, so other steps matter
+        only if that base is damaged. If nothing was fetched, the agreement uses this scan.
         """
         offer = self._offer(lossy=False)
+        scans: list[Future[tuple[LogRun, ...]]] = []
+
+        def meanwhile(choice: Choice) -> None:
+            self._expected = choice.base
+            if self._request.restores:
+                log = {} if self._log is None else self._log.in_copies(choice)
+                self._ahead.begin(choice, self._copies.places, log)
+            if self._log is not None and self._copies.places:
+                scans.append(thread.submit(self._log_runs, offer))
+
+        def remains() -> tuple[Offer, Coverage]:
+            # Scans the log as well: no earlier scan is that of the log found last.
+            scans.clear()
+            return self._remains()
+
         held = self._held
         known = held is None or held.id.timeline in self.inventory.timelines
         unproven = None if held is None or known else held.marker
-        brought = fetch(others, offer, OfferExtras(unproven, self._remains))
+        # One thread: each scan replaces the log that was found before, and the last one counts.
+        with ThreadPoolExecutor(1, "everstep-look") as thread:
+            brought = fetch(others, offer, OfferExtras(meanwhile, unproven, remains))
         # This disk lacks the timeline of the base in its keeper's memory, but the manifest on
         # another disk lists exactly these files (I7).
         if brought.proven is not None and held is not None:
             brought.bases.append(FetchedBase(held, brought.proven, "memory"))
             self._held = None
-        nothing_new = not brought.bases and not brought.logs
-        if nothing_new and (self._log is None or not self._copies.places):
-            self._early_offer = offer
+        if not brought.bases and not brought.logs:
+            if self._log is None or not self._copies.places:
+                self._early_offer = offer
+            elif scans:
+                with contextlib.suppress(FileNotFoundError):  # a file disappeared: scan again later
+                    self._early_offer = replace(offer, log=scans[-1].result())
         self._fetched += brought.bases
         if self._log is not None:
             self._log.lent = brought.logs
@@ -164,7 +209,11 @@ class RankSources:
         if source.tier == "disk":
             return [Place(source, self._request.seams.filesystem)]
         copies = [copy for copy in self._copies.places if copy.kind == source.tier]
-        return [Place(source, copy.files) for copy in copies]
+        return [Place(source, self._ahead.files(copy.files)) for copy in copies]
+
+    def stop_reading_ahead(self, but: BaseId | None) -> None:
+        """Release what was read ahead of another base than this one."""
+        self._ahead.only(but)
 
     def log_may_be_elsewhere(self, choice: Choice) -> bool:
         """Return True if this rank's log may be on the disk of another rank, as its files were."""
@@ -187,4 +236,9 @@ class RankSources:
         # Only after the fence: an older process could delete the base again.
         if ours and leads and out.choice.base is not None:
             self._copies.take_back(out.choice.base)
+        self._is_sound = True
         return ours
+
+    def close(self) -> None:
+        """Stop reading ahead. Idempotent."""
+        self._ahead.close()

@@ -202,6 +202,8 @@ def resume_all_ranks(
     except BaseException as error:
         start.leave(error)
         raise
+    finally:
+        sources.close()
     skipped = (*restore.skipped, *(() if log is None else log.skipped))
     passed_over = (restore.passed_over,) if restore.passed_over else ()
     if meeting.rank == COORDINATOR:

@@ -155,6 +155,7 @@ class JobStart:
             options: dict[str, Any] = {
                 "step": request.step,
                 "logs": request.recalled.logs if request.restores else (),
+                "extras": OfferExtras(extras.planned),
             }
             if self._shared.has_several_disks:
                 options["opens"] = run_file_opener(request.seams.filesystem, request.run)
