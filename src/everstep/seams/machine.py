@@ -133,6 +133,16 @@ def namespaces() -> str:
         return ""
 
 
+def is_local_device(path: PurePath) -> bool:
+    """Return True if a path is on a block device of this machine. False on every network file
+    system, and also on some local ones (tmpfs, overlay, Btrfs, ZFS).
+    """
+    try:
+        return os.major(os.stat(path).st_dev) != 0
+    except OSError:
+        return False
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()

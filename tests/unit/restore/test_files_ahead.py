@@ -16,10 +16,12 @@ from everstep.format.message_codec import encode
 from everstep.format.reader import read_record_bytes
 from everstep.restore.fetch import files_ahead
 from everstep.restore.fetch.files_ahead import FilesAhead
+from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.peers import FetchResult, fetch_plan
 from everstep.seams import PosixFileSystem
 from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
+from everstep.trainer.job import run_folder
 from everstep.trainer.job import start as start_module
 from tests.support.ranks.copying import store
 from tests.support.ranks.tiers import apart, fill, sources, started, up_to
@@ -139,14 +141,17 @@ def test_what_was_not_begun_is_read_as_ever(body: tuple[Path, bytes]) -> None:
     ahead.close()
 
 
+@pytest.mark.parametrize("shared", [False, True])
 def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
     apart: list[Path],
     tmp_path: Path,
     store: MemoryTier,
     monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
 ) -> None:
-    """Rank 1 has lost its disk; that others still wait for a peer does not keep it from beginning.
-    What it restores has the right bits, and was read once."""
+    """Rank 1 has lost its disk; that others still wait for a peer does not keep it from beginning,
+    unless it is to read together with neighbours. What it restores has the right bits, and
+    was read once."""
     fill(store, apart, tmp_path, 2)
     runs = up_to(apart, tmp_path, 2)
     shutil.rmtree(runs[1])
@@ -166,12 +171,20 @@ def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
         said = say("fetch", {"offer": encode(offer)})
         offers = [OFFERS.decode(one["offer"]) for one in said]
         more["extras"].planned(fetch_plan(offers, [], about[1], None)[1])
-        assert begun.wait(DEADLINE_S), "nothing is read meanwhile"
+        assert shared or begun.wait(DEADLINE_S), "nothing is read meanwhile"
         say("have fetched", {})
         return FetchResult([], [])
 
     monkeypatch.setattr(MemoryTier, "open", noting)
     monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
+    if shared:
+
+        def never(self: FilesAhead, path: PurePath, size_bytes: int) -> None:
+            raise AssertionError(path)
+
+        monkeypatch.setattr(FilesAhead, "begin", never)
+        monkeypatch.setattr(NodeReads, "needs_alone", lambda self, rank, manifest: ())
+        monkeypatch.setattr(run_folder, "NodeStart", _Together)
     with started(*runs) as ranks:
         for one in ranks:
             inspect(one.ckpt).starter.job.shared.fetches = True
@@ -181,3 +194,21 @@ def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 2))
     assert opened == ["timeline-00001/base/000000000002/rank-00001.safetensors"]
+
+
+class _Together:
+    """A node whose ranks read together, without the memory for it."""
+
+    def __init__(self, *about: Any, **more: Any) -> None: ...
+
+    def offer(self, name: str) -> None: ...
+
+    def join(self, said: Any, needs: Any) -> Any:
+        class Alone(NodeReads):
+            def __init__(self) -> None: ...
+            def begin(self, base: Any, places: Any) -> bool:
+                return False
+
+        return Alone()
+
+    def close(self) -> None: ...

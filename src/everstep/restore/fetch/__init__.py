@@ -16,4 +16,6 @@ Read in this order:
 ``served_files``    files on a rank's own disk, served to ranks with another one
 ``sources``         places of each rank's files, cheapest first, with fallback on damage
 ``files_ahead``     read-ahead from a remote place into host memory
+``node_reads``      files that several ranks of a node need, read once on that node
+``node_window``     the shared memory for that
 """

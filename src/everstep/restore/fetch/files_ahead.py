@@ -36,7 +36,7 @@ class CopiesAhead:
     Args:
         run: run folder.
         rank: this rank.
-        needs: which ranks' files a rank reads.
+        needs: which ranks' files a rank reads ahead.
     """
 
     def __init__(self, run: PurePath, rank: int, needs: Needs) -> None:

@@ -26,10 +26,12 @@ class Place:
     Attributes:
         source: source named in the offer.
         files: file system to read from, or a base in memory.
+        name: equal on two ranks that read the same files; "" if unknown.
     """
 
     source: Source
     files: HeldBase | FileSystem
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

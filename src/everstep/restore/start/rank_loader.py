@@ -12,9 +12,10 @@ from everstep.commit.job.offers import Needs
 from everstep.errors import DamageError, FormatError
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
+from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import CompleteRank, LoadedBase, Reads, compare_ranks, load_ranks
-from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks, needs_of
+from everstep.restore.load.saved_ranks import HoleError, SavedLayout, SavedRanks, needs_of
 from everstep.restore.offline.rank_files import complete_rank_files
 from everstep.restore.start.request import ResumeRequest
 from everstep.run.open_base import OpenBase
@@ -92,10 +93,12 @@ class RankLoader:
 
     Args:
         request: live state, and what is accepted.
+        node: reads shared with the other ranks of this node; None: this rank reads by itself.
     """
 
-    def __init__(self, request: ResumeRequest) -> None:
+    def __init__(self, request: ResumeRequest, node: NodeReads | None = None) -> None:
         self._request = request
+        self._node = node
 
     def load(
         self,
@@ -114,25 +117,24 @@ class RankLoader:
             partly: the files of the other ranks are missing.
             timelines: timeline records of the history.
         """
-        request = self._request
-        with contextlib.ExitStack() as stack:
-            opened: list[OpenBase] = []
-            for number, place in places.items():
-                opened.append(_open(base, number, place))
-                stack.callback(opened[-1].close)
-                alive()
-            tiers = ", ".join(sorted({place.source.tier for place in places.values()}))
-            label = f"resume from step {base.id.step} ({tiers})"
-            bar = stack.enter_context(progress(label, sum(one.size_bytes for one in opened)))
-            return load_ranks(
-                opened,
-                request.state,
-                Reads(request.ring, request.timeout_s, _ReportedProgress(bar, alive)),
-                strict=request.strict,
-                on_touch=request.on_touch,
-                partly=partly,
-                complete=self._complete(_trained(base, timelines), bar, alive),
-            )
+        trained = _trained(base, timelines)
+        node = self._node
+        if not partly and node is not None and node.begin(base, places):
+            try:
+                return self._load(base, places, alive, trained, node)
+            except HoleError:
+                raise
+            except DamageError as error:
+                # The bytes came through another rank: read them directly before calling them
+                # damaged.
+                _log.warning(
+                    "%s: this rank reads it without the other ranks of its node: %s", base.id, error
+                )
+            finally:
+                # Other ranks of the node wait for cells that this one claimed: end before reading
+                # again.
+                node.end()
+        return self._load(base, places, alive, trained, None, partly=partly)
 
     def compare(
         self,
@@ -160,6 +162,38 @@ class RankLoader:
                 strict=self._request.strict,
                 partly=partly,
                 complete=self._complete(_trained(base, timelines), silent, alive),
+            )
+
+    def _load(
+        self,
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        trained: TimelineRecord | None,
+        node: NodeReads | None,
+        *,
+        partly: bool = False,
+    ) -> LoadedBase:
+        request = self._request
+        with contextlib.ExitStack() as stack:
+            opened: list[OpenBase] = []
+            for number, place in places.items():
+                opened.append(_open(base, number, place))
+                stack.callback(opened[-1].close)
+                if node is not None:
+                    node.share(opened[-1], place)
+                alive()
+            tiers = ", ".join(sorted({place.source.tier for place in places.values()}))
+            label = f"resume from step {base.id.step} ({tiers})"
+            bar = stack.enter_context(progress(label, sum(one.size_bytes for one in opened)))
+            return load_ranks(
+                opened,
+                request.state,
+                Reads(request.ring, request.timeout_s, _ReportedProgress(bar, alive)),
+                strict=request.strict,
+                on_touch=request.on_touch,
+                partly=partly,
+                complete=self._complete(trained, bar, alive),
             )
 
     def _complete(

@@ -18,6 +18,7 @@ from everstep.commit.log_reach import LogRun
 from everstep.commit.retention import VOLATILE_TIERS
 from everstep.format.records import Manifest, Marker
 from everstep.restore.fetch.files_ahead import CopiesAhead
+from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.peers import FetchCopies, FetchedBase, OfferExtras
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
@@ -50,6 +51,7 @@ class RankSources:
         copies: Copies,
         log: RankLog | None,
         needs: Needs,
+        node: NodeReads | None,
     ) -> None:
         self.inventory = Inventory(request.run)
         self.needs = needs
@@ -64,7 +66,9 @@ class RankSources:
             for copy in request.recalled.copies
             if meeting.world == 1 or copy.marker.rank == meeting.rank
         ]
-        self._ahead = CopiesAhead(request.run, meeting.rank, needs)
+        # Files that ranks of this node read together are not read ahead by each of them.
+        alone = needs if node is None else node.needs_alone
+        self._ahead = CopiesAhead(request.run, meeting.rank, alone)
         self._timelines = TimelineCache()
         self._asked = TakeInventory()
         self._early_offer: Offer | None = None
@@ -207,9 +211,9 @@ class RankSources:
             held += [self._held] if self._held and source.tier == "memory" else []
             return [Place(source, one) for one in held if one.marker == marker]
         if source.tier == "disk":
-            return [Place(source, self._request.seams.filesystem)]
+            return [Place(source, self._request.seams.filesystem, self._meeting.disks[source.rank])]
         copies = [copy for copy in self._copies.places if copy.kind == source.tier]
-        return [Place(source, self._ahead.files(copy.files)) for copy in copies]
+        return [Place(source, self._ahead.files(copy.files), copy.tier.url) for copy in copies]
 
     def stop_reading_ahead(self, but: BaseId | None) -> None:
         """Release what was read ahead of another base than this one."""

@@ -26,6 +26,7 @@ from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.member import Send
 from everstep.commit.job.offers import Choice, Needs
 from everstep.format.records import TimelineRecord
+from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.peers import FetchCopies
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.fetch.start_channel import Meeting, StartChannel
@@ -164,6 +165,7 @@ def resume_all_ranks(
     needs: Needs,
     copies: Copies | None = None,
     log: RankLog | None = None,
+    node: NodeReads | None = None,
     fetch: FetchCopies | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> tuple[Resumed, Choice]:
@@ -175,6 +177,7 @@ def resume_all_ranks(
         needs: returns the ranks whose files a rank has to read.
         copies: copies in other tiers, readable by every rank; None: there are none.
         log: log of this rank; None: there is none.
+        node: reads shared with other ranks of the node; None: each rank reads by itself.
         fetch: fetches copies from the memory of other nodes; None: there are none.
         ready: returns once this rank's keeper is ready; no timeline is opened before.
 
@@ -188,8 +191,8 @@ def resume_all_ranks(
     """
     clock = request.seams.clock
     copies = copies or Copies((), request.run)
-    loader = RankLoader(request)
-    sources = RankSources(request, meeting, copies, log, needs)
+    loader = RankLoader(request, node)
+    sources = RankSources(request, meeting, copies, log, needs, node)
     others = StartChannel(meeting, clock, request.run, timeout_s=request.timeout_s)
     exchange = LogExchange(others, clock, None if log is None else log.encoded)
     restore = RankRestore(request, sources, loader, log, exchange)

@@ -18,10 +18,11 @@ from everstep.commit.job.cluster import COORDINATOR
 from everstep.errors import EverstepError, OptionError
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import RunRecord
+from everstep.restore.fetch.node_reads import NodeStart
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.run.scan import scan_run
-from everstep.seams import Seams
-from everstep.seams.machine import launcher, machine_name, namespaces
+from everstep.seams import Clock, Seams
+from everstep.seams.machine import is_local_device, launcher, machine_name, namespaces
 from everstep.tiers.durable_files import (
     create_exclusive,
     ensure_dirs,
@@ -76,6 +77,14 @@ class SharedRun:
     def ranks_with_memory_of(self, rank: int) -> list[int]:
         """Return the ranks that share memory with ``rank``."""
         return [r for r, memory in enumerate(self.memories) if memory == self.memories[rank]]
+
+    def node_start(self, run: PurePath, rank: int, clock: Clock, timeout_s: float) -> NodeStart:
+        """Return the ranks of this node at a start; see :class:`.NodeStart`."""
+        pairs = zip(self.memories, self.disks, strict=True)
+        seen_from = {memory for memory, disk in pairs if disk == self.disks[rank]}
+        # A folder that ranks of several nodes see is on a network's disk.
+        local = len(seen_from) == 1 and is_local_device(run)
+        return NodeStart(rank, self.memories, clock, local=local, timeout_s=timeout_s)
 
 
 def open_shared_run(

@@ -97,6 +97,11 @@ class JobStart:
                 mailbox = self._open_mailbox()
                 opened.callback(mailbox.close)
                 mine = self._message(request, keeper, purpose, mailbox)
+                node = self._shared.node_start(
+                    request.run, self._info.rank, request.seams.clock, self._timeout_s
+                )
+                opened.callback(node.close)
+                mine["window"] = node.offer(mine["name"]) if request.restores else None
             found = self._exchange(purpose, mine)
             self._refuse_failed(found, request.run)
             refuse_other_calls(found, self._info.rank)
@@ -121,6 +126,7 @@ class JobStart:
                 needs=needs,
                 copies=self._shared.copies,
                 log=log,
+                node=node.join(found, needs) if request.restores else None,
                 fetch=self._fetch(request, needs),
                 ready=keeper.ready,
             )
