@@ -488,12 +488,14 @@ def test_other_peoples_files_are_left_alone(run_folder: Path) -> None:
         run_folder / "timeline-00001" / "plot.png",
         base_folder(run_folder, 1) / "README",
         base_folder(run_folder, 7) / "half" / "x",
+        base_folder(run_folder, 8) / "plot.png",
         run_folder / "timeline-backup" / "timeline.json",
         run_folder / "timeline-00001" / "base" / "best" / "manifest.json",
     ]
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
+    (base_folder(run_folder, 8) / "rank-00000.safetensors").write_text("torn")
     train_on(run_folder, until=2)
     state = {"n": -1, "t": torch.zeros(BIG)}
     with opened(run_folder, state, keep=1) as ckpt:
