@@ -12,20 +12,14 @@ from typing import Any
 import pytest
 
 from everstep.commit import lineage
+from everstep.commit.base_commit import Action, BaseCommit, WriteMarker
+from everstep.commit.deletion import BaseDeletion
 from everstep.commit.job import agreement, messages, offers
+from everstep.commit.job.actions import Perform, Send
 from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import (
-    Event,
-    Member,
-    Out,
-    Perform,
-    Send,
-    WriteFiles,
-    WriteManifest,
-    WriteMarker,
-)
+from everstep.commit.job.member import Member
 from everstep.commit.job.messages import Envelope, MarkerNotice
 from everstep.commit.job.offers import Choice, Offer
 from everstep.commit.lineage import BaseId, Branch
@@ -34,7 +28,6 @@ from everstep.format.message_codec import Stored
 from everstep.keeper.persist import rank_disk as ranks
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch import rank_offers as recover_ranks
-from everstep.run.fence import Fence
 from tests.crash.sim import rank
 from tests.crash.sim.host import ProcessDisk
 from tests.crash.sim.truth import RUN
@@ -71,7 +64,7 @@ def minimum_of_maxima(patch: pytest.MonkeyPatch) -> None:
         if choice.base is None or how["step"] is not None or None in maxima:
             return choice
         base = min(one for one in maxima if one is not None)
-        markers = {rank: next(iter(found)) for rank, found in known[base].markers.items()}
+        markers = {rank: next(iter(found.values())) for rank, found in known[base].markers.items()}
         manifest = offers.manifest_of(markers)
         if manifest is None:
             raise offers.RecoveryError(f"{base} cannot be read")
@@ -85,23 +78,20 @@ def minimum_of_maxima(patch: pytest.MonkeyPatch) -> None:
 
 def manifest_before_a_marker(patch: pytest.MonkeyPatch) -> None:
     """A rank tells of its marker when it begins to write it (I5)."""
-    real = Member.done
+    real = Member._go_on
 
-    def hasty(self: Member, base: BaseId, event: Event) -> list[Out]:
-        out = real(self, base, event)
-        begun = [one.action for one in out if isinstance(one, Perform)]
-        for action in begun if self.rank != COORDINATOR else []:
-            if isinstance(action, WriteMarker):
-                out.append(Send(COORDINATOR, MarkerNotice(Stored(action.marker))))
+    def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
+        out = real(self, flight, action, **how)
+        if isinstance(action, WriteMarker) and self.rank != COORDINATOR:
+            out.append(Send(COORDINATOR, MarkerNotice(Stored(action.marker))))
         return out
 
-    patch.setattr(Member, "done", hasty)
+    patch.setattr(Member, "_go_on", hasty)
 
 
 def stale_process_deletes(patch: pytest.MonkeyPatch) -> None:
     """A deleter does not look at the fence (I11)."""
-    real = ranks.delete_base
-    patch.setattr(ranks, "delete_base", lambda fs, path, slots, check: real(fs, path, slots))
+    patch.setattr(BaseDeletion, "_is_fenced", lambda self: False)
 
 
 def stale_process_is_heard(patch: pytest.MonkeyPatch) -> None:
@@ -115,26 +105,27 @@ def stale_process_is_heard(patch: pytest.MonkeyPatch) -> None:
 
 def stale_process_commits(patch: pytest.MonkeyPatch) -> None:
     """A rank looks at the fence neither before the manifest nor behind it (I11)."""
-    real = RankDisk.perform
+    real, write = BaseCommit._on_fence, RankDisk._write_manifest
 
-    def blindly(self: RankDisk, do: Perform) -> Any:
+    def blindly(self: RankDisk, *about: Any) -> Any:
         with pytest.MonkeyPatch.context() as within:
-            if isinstance(do.action, WriteFiles | WriteManifest):
-                within.setattr(Fence, "check", lambda self: None)
-            return real(self, do)
+            within.setattr(ranks, "newest_timeline", lambda *_: 0)
+            return write(self, *about)
 
-    patch.setattr(RankDisk, "perform", blindly)
+    patch.setattr(BaseCommit, "_on_fence", lambda self, newest: real(self, 0))
+    patch.setattr(RankDisk, "_write_manifest", blindly)
 
 
 def one_look_at_the_fence(patch: pytest.MonkeyPatch) -> None:
     """A deleter does not look at the fence again when the base is condemned."""
-    real = ranks.delete_base
+    real = BaseDeletion._on_fence
 
-    def once(fs: Any, path: Any, slots: Any, check: Callable[[], None]) -> None:
-        check()
-        real(fs, path, slots)
+    def once(self: BaseDeletion, newest: int) -> Any:
+        action = real(self, newest if self._phase.value == "new" else 0)
+        assert action is not None
+        return action
 
-    patch.setattr(ranks, "delete_base", once)
+    patch.setattr(BaseDeletion, "_on_fence", once)
 
 
 def no_second_inventory(patch: pytest.MonkeyPatch) -> None:
@@ -143,7 +134,7 @@ def no_second_inventory(patch: pytest.MonkeyPatch) -> None:
     def blindly(self: Agreement, answers: Collection[bytes]) -> Any:
         assert self._choice is not None
         assert self._record is not None
-        return self._lead("go", agreement.encode((self._choice, self._record)))
+        return self._lead("go", agreement._join(self._choice, self._record))
 
     patch.setattr(Agreement, "_on_confirmed", blindly)
 
@@ -225,11 +216,12 @@ def memory_counts_as_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def name_of_the_run_not_synced(patch: pytest.MonkeyPatch) -> None:
-    """Nobody syncs the name of the run folder."""
+    """The run folder was made by a process that died before it could sync its name."""
     real = ProcessDisk.sync_dir
 
     def all_but(self: ProcessDisk, path: Any) -> None:
-        if path != RUN.parent:
+        made = self.disk.fs.log and self.disk.fs.log[-1].op == "make_dir"
+        if path != RUN.parent or made:
             real(self, path)
 
     patch.setattr(ProcessDisk, "sync_dir", all_but)
@@ -237,7 +229,7 @@ def name_of_the_run_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 def timeline_in_vain_hides_all(patch: pytest.MonkeyPatch) -> None:
     """A timeline on which nobody has trained counts, though what it forked from is gone."""
-    patch.setattr(lineage, "_is_void", lambda *about: False)
+    patch.setattr(lineage, "_is_void", lambda record, there, used: False)
 
 
 BUGS: dict[str, tuple[Bug, tuple[str, ...]]] = {

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.member import Send
 from everstep.commit.job.messages import PeerRound
 from everstep.commit.job.offers import Choice, Source
 from everstep.commit.lineage import BaseId

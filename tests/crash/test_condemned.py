@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from everstep.commit.deletion import BaseDeletion, Condemn
+from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError
 from everstep.format.names import CONDEMNED, MANIFEST, RUN_RECORD, base_dir
-from everstep.keeper.retain.deletion import condemn, delete_base
-from everstep.run.fence import Fence
+from everstep.keeper.retain.deletion import perform_deletion
 from everstep.run.folder import open_run_folder
+from everstep.run.scan import newest_timeline
 from tests.crash.sim.crashes import Scenario, enumerate_crashes, watch_crashes
 from tests.crash.sim.filesystem import SimFileSystem
 from tests.crash.sim.training import TrainingScenario
@@ -35,7 +37,7 @@ class Rewound(TrainingScenario):
         rewind(self, fs)
         path = base_dir(self.run, 1, 1)
         if self._synced:
-            condemn(fs, path)
+            perform_deletion(fs, path, Condemn(), None, lambda: 1)
         else:
             fs.rename(path / MANIFEST, path / CONDEMNED)
         self._done = self._floor = 1
@@ -51,16 +53,19 @@ class StaleDeleter(TrainingScenario):
 
     def act(self, fs: SimFileSystem) -> None:
         self._rewound = False
-        fence = Fence(fs, self.run, 1)
+        deletion = BaseDeletion(BaseId(1, 1), 1)
 
-        def check() -> None:
-            fence.check()
-            if not self._rewound:
-                rewind(self, fs)
-                self._rewound = True
+        def newest() -> int:
+            return newest_timeline(fs, self.run)
 
+        path, action = base_dir(self.run, 1, 1), deletion.start()
         try:
-            delete_base(fs, base_dir(self.run, 1, 1), None, check)
+            while action is not None:
+                event = perform_deletion(fs, path, action, None, newest)
+                if not self._rewound:
+                    rewind(self, fs)
+                    self._rewound = True
+                action = deletion.on(event)  # type: ignore[assignment]
         except FencedError:
             return
         raise AssertionError("nobody fenced the deleter off")

@@ -15,10 +15,12 @@ import pytest
 
 import everstep.format.reader
 import everstep.tiers.slots
+from everstep.commit.base_commit import Action, Event, WriteMarker
 from everstep.format.digests import Digester
-from everstep.format.records import Manifest, Marker
-from everstep.keeper.persist import committer
+from everstep.format.records import manifest_of
+from everstep.keeper.persist.committer import OneRankCommit
 from everstep.seams import FileSystem, WriteFile
+from everstep.tiers.durable_files import write_durably
 from tests.crash.sim.crashes import Report, watch_crashes
 from tests.crash.sim.faults import Fault
 from tests.crash.sim.filesystem import SimFileSystem
@@ -165,15 +167,17 @@ def test_an_invalidation_that_was_not_synced_is_found() -> None:
 
 
 def test_a_manifest_before_the_marker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = committer.write_durably
+    perform = OneRankCommit.perform
 
-    def hasty(fs: FileSystem, path: PurePath, data: bytes) -> None:
-        if path.name.endswith(".done"):
-            manifest = Manifest((Marker.decode(data, path),))
-            write(fs, path.parent / "manifest.json", manifest.encode())
-        write(fs, path, data)
+    def hasty(self: OneRankCommit, action: Action) -> Event:
+        if isinstance(action, WriteMarker):
+            manifest = manifest_of({action.marker.rank: action.marker})
+            assert manifest is not None
+            path = self.directory / "manifest.json"
+            write_durably(self.filesystem, path, manifest.encode())
+        return perform(self, action)
 
-    monkeypatch.setattr(committer, "write_durably", hasty)
+    monkeypatch.setattr(OneRankCommit, "perform", hasty)
     report = search(None)
     assert report.violations
     assert "lists rank-00000.done, which is not there" in report.violations[0].problem

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.job.member import Event, Member, Out, Perform, Send, WriteMarker
+from everstep.commit.base_commit import Action, WriteMarker
+from everstep.commit.job.actions import Send
+from everstep.commit.job.member import Member
 from everstep.commit.job.messages import MarkerNotice
-from everstep.commit.lineage import BaseId
 from everstep.format.message_codec import Stored
 from tests.crash.cluster_bugs import BUGS
 from tests.crash.rank_zero import ENDINGS, LAYOUTS, NEW, OLD, Commit, Death, Ending
@@ -98,17 +99,17 @@ def test_many_pairs_of_deaths(layout: str, ending: Ending) -> None:
 
 def told_too_early(patch: pytest.MonkeyPatch) -> None:
     """Rank 0 tells of its marker when it begins to write it, and dies before it has."""
-    real = Member.done
+    real = Member._go_on
 
-    def hasty(self: Member, base: BaseId, event: Event) -> list[Out]:
-        out = real(self, base, event)
-        for one in list(out):
-            if isinstance(one, Perform) and isinstance(one.action, WriteMarker) and self.rank == 0:
-                notice = MarkerNotice(Stored(one.action.marker))
-                out += [Send(rank, notice) for rank in self.cluster.others(0)]
+    def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
+        out = real(self, flight, action, **how)
+        if isinstance(action, WriteMarker) and self.rank == 0:
+            out += [
+                Send(rank, MarkerNotice(Stored(action.marker))) for rank in self.cluster.others(0)
+            ]
         return out
 
-    patch.setattr(Member, "done", hasty)
+    patch.setattr(Member, "_go_on", hasty)
 
 
 def disturbed(layout: str, *, twice: bool) -> Iterator[tuple[tuple[Death, ...], Ending]]:

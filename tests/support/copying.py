@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from everstep import Checkpointer
-from everstep.errors import EverstepError
-from everstep.format.header import ShardIdentity
-from everstep.link.messages import identity_to_wire
 from everstep.link.registry import list_keepers
 from everstep.testing.faultytier import FaultyTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from tests.support.world import TIMEOUT_S
 
-__all__ = ["served_timeline", "train"]
+__all__ = ["train"]
 
 
 def train(run: Path, steps: int, **more: Any) -> tuple[torch.Tensor, Any, Any]:
@@ -79,22 +75,3 @@ def wait_for(done: Callable[[], bool], timeout_s: float = 30.0) -> bool:
             return True
         never.wait(0.01)
     return done()
-
-
-def served_timeline(
-    places: Sequence[Mapping[str, Any]],
-    identity: ShardIdentity,
-    log: Any,
-    post: Callable[[EverstepError], object],
-    *,
-    timeout_s: float,
-    link: Any = None,
-) -> Any:
-    """A timeline as the couriers of a keeper see it."""
-    return SimpleNamespace(
-        settings={"tiers": places, "identity": identity_to_wire(identity)},
-        log=log,
-        channel=SimpleNamespace(post=post),
-        link=link,
-        timeout_s=timeout_s,
-    )

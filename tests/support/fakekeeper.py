@@ -169,7 +169,7 @@ def running(options: SpawnOptions, **plan: Any) -> Iterator[subprocess.Popen[byt
     """One that is our child, and listens; ended with the block."""
     with planned(**plan):
         process = subprocess.Popen(
-            [*PROGRAM, options.argument()],
+            [*PROGRAM, *options.arguments()],
             env=portable_environment(),  # a test may have changed the directory
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -36,4 +36,4 @@ def end_keepers(folder: Path, timeout_s: float = 20.0) -> None:
 
 def _keepers_of(folder: Path) -> dict[int, str]:
     found = processes_marked(os.environ[MARK])
-    return {pid: command for pid, command in found.items() if f'"run": "{folder}/' in command}
+    return {pid: command for pid, command in found.items() if f" --run={folder}/" in command}

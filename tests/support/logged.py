@@ -24,7 +24,7 @@ from everstep.format.log import LogRecord, RecordHead
 from everstep.format.names import SLOTS_DIR, base_dir, timeline_dir
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.segment_queue import SegmentWriter
+from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.keeper.persist.committer import commit_base
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.options import LogOptions
@@ -33,7 +33,6 @@ from everstep.restore.offline.load import load_job
 from everstep.restore.offline.rebuild import Rebuilder
 from everstep.restore.offline.run_log import RunLog
 from everstep.restore.offline.state import OfflineState
-from everstep.run.fence import Fence
 from everstep.run.scan import scan_run
 from everstep.run.segments import SegmentFound, read_segment, scan_log
 from everstep.seams import PosixFileSystem, Seams
@@ -179,8 +178,7 @@ def edit_base(
         bodies = [LiveBody(shards[0].layout, state.tensors, state.objects, lane)]
         slots = SlotStore(filesystem, timeline_dir(PurePath(run), timeline) / SLOTS_DIR)
         writer = ShardWriter(filesystem, PurePath(run), ring, slots, timeout_s=TIMEOUT_S)
-        fence = Fence(filesystem, PurePath(run), timeline)
-        commit_base(writer, fence, BasePlan(identity, shards), bodies, silent)
+        commit_base(writer, BasePlan(identity, shards), bodies, silent)
     finally:
         lane.close()
         ring.close()

@@ -21,6 +21,7 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, plan_files
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.recall_wire import base_from_wire
+from everstep.keeper.process.presence import Registered
 from everstep.keeper.process.server import Server
 from everstep.keeper.replica.served_replica import ServedReplica
 from everstep.link.capture import shard_offsets
@@ -92,7 +93,7 @@ class Bench:
         clock: Clock | None = None,
         linger_s: float = 600.0,
         rank: int = 0,
-        registration: Any = Place(),
+        registration: Registered = Place(),
         **options: Any,
     ) -> None:
         self.run = run

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from everstep.run.scan import Inventory
     from everstep.seams.files.filesystem import FileSystem
 
+
 _TIMEOUT_S = 120.0
 
 
@@ -198,7 +199,6 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.keeper.persist.committer import commit_base
     from everstep.keeper.persist.shard_writer import ShardWriter
     from everstep.restore.load.load import check_contents
-    from everstep.run.fence import Fence
     from everstep.run.folder import open_run_folder, open_timeline
     from everstep.run.scan import scan_base
     from everstep.run.verify import verify_base
@@ -227,7 +227,7 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
         ]
         with progress("write", plan.size_bytes) as bar:
             writer = ShardWriter(filesystem, run, ring, slots, timeout_s=_TIMEOUT_S)
-            commit_base(writer, Fence(filesystem, run, number), plan, bodies, bar)
+            commit_base(writer, plan, bodies, bar)
     finally:
         lane.close()
     base = scan_base(filesystem, run, BaseId(number, state.step))

@@ -236,7 +236,7 @@ def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> li
             write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
         if base.status == "complete" or any(file.name == MANIFEST for file in base.files):
             # No timeline: a person at the command line may delete from any timeline.
-            delete_base(filesystem, base.path, None)
+            delete_base(filesystem, inventory.path, base, None, timeline=None)
         else:
             delete_files(filesystem, base, None)
     try:

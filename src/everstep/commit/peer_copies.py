@@ -7,8 +7,9 @@ failed. So once there was a base that is complete with all peers, there always i
 drops it only when a newer one is complete (section 3.4; I5, I10): :class:`HeldCopies`.
 
 After its bases each rank sends the steps of its log, a few complete steps at a time
-(:class:`.LogRun` describes them), to the keeper that holds its bases
-(:class:`everstep.keeper.held.peer_stores.PeerLogStore`).
+(:class:`.LogRun` describes them), to the keeper that holds its bases. They are dropped when a newer
+base is complete with all peers, and not before: a lost node is restored from its newest base here
+and the steps after it (I4, I5, I10): :class:`HeldLogCopies`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from everstep.commit.job.member import Send
+from everstep.commit.job.actions import Send
 from everstep.commit.job.messages import PeerRound
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun, runs_of
@@ -206,6 +207,8 @@ class CopyRounds:
     Attributes:
         base: base that is being sent; None between rounds.
         everywhere: newest base that is complete with all peers.
+        passed_over: number of bases that became durable during a round and were overtaken by a
+            newer one before it ended.
     """
 
     def __init__(self, world: int, *, repeat_s: float = 2.0, late_s: float = 120.0) -> None:
@@ -214,6 +217,7 @@ class CopyRounds:
         self._late_s = late_s
         self.base: BaseId | None = None
         self.everywhere: BaseId | None = None
+        self.passed_over = 0
         self._next: BaseId | None = None
         self._whole: set[int] = set()
         self._unanswered: set[int] = set()
@@ -239,6 +243,8 @@ class CopyRounds:
 
     def durable(self, base: BaseId, now_s: float) -> list[Send]:
         """Record that a base is durable on all ranks, and begin a round if none is running."""
+        if self._next is not None and self._next < base:
+            self.passed_over += 1
         self._next = base if self._next is None else max(self._next, base)
         return self._begin(now_s)
 
@@ -290,6 +296,107 @@ class CopyRounds:
     def _tell(self, ranks: Collection[int], now_s: float) -> list[Send]:
         self._sent_s = now_s
         return [Send(rank, PeerRound(self.base, self.everywhere)) for rank in ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class LogCopy:
+    """Steps of one rank's log, held for that rank.
+
+    Attributes:
+        record: digest of the record of their timeline. The number alone does not identify a
+            timeline (I7).
+        size_bytes: memory of the copy.
+    """
+
+    source: int
+    record: str
+    run: LogRun
+    size_bytes: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Key of the copy among all that one peer holds."""
+        return self.source, self.run.timeline, self.run.first
+
+
+class HeldLogCopies:
+    """Copies of log steps that one peer holds.
+
+    Args:
+        bound_bytes: limit for all copies together, including those being received.
+    """
+
+    def __init__(self, bound_bytes: int) -> None:
+        self.bound_bytes = bound_bytes
+        self._copies: dict[tuple[int, int, int], LogCopy] = {}
+
+    @property
+    def copies(self) -> list[LogCopy]:
+        """All copies, ordered by rank and age."""
+        return [copy for _, copy in sorted(self._copies.items())]
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of all copies, in bytes."""
+        return sum(copy.size_bytes for copy in self._copies.values())
+
+    def drop_other_timeline(self, source: int, timeline: int, record: str) -> list[LogCopy]:
+        """Drop and return steps of another timeline that has the same number.
+
+        Two starts that could not see each other may both have opened it; the later one sends.
+        """
+        gone = [
+            copy
+            for copy in self._copies.values()
+            if (copy.source, copy.run.timeline) == (source, timeline) and copy.record != record
+        ]
+        return self._remove(gone)
+
+    def fits(self, size_bytes: int) -> bool:
+        """Return True if ``size_bytes`` more fit within the limit."""
+        return self.used_bytes + size_bytes <= self.bound_bytes
+
+    def holds(self, source: int, run: LogRun) -> bool:
+        """Return True if at least one of these steps is held already."""
+        return any(
+            (copy.source, copy.run.timeline) == (source, run.timeline)
+            and copy.run.first <= run.last
+            and run.first <= copy.run.last
+            for copy in self._copies.values()
+        )
+
+    def take(self, copy: LogCopy) -> None:
+        """Store complete steps that match their digests."""
+        assert self.fits(copy.size_bytes)
+        assert not self.holds(copy.source, copy.run)
+        self._copies[copy.key] = copy
+
+    def passed(
+        self, everywhere: BaseId, there: Collection[int], sources: Collection[int]
+    ) -> list[LogCopy]:
+        """Drop steps up to a base that is complete with all peers.
+
+        Args:
+            there: ranks whose files of that base are held here. For another rank that sends here,
+            this
+                peer has an older base only, and needs the steps after that base.
+            sources: ranks that send here.
+
+        Returns:
+            Steps that were dropped.
+        """
+        gone = [
+            copy
+            for copy in self._copies.values()
+            if BaseId(copy.run.timeline, copy.run.last) <= everywhere
+            and (copy.source in there or copy.source not in sources)
+        ]
+        return self._remove(gone)
+
+    def _remove(self, gone: list[LogCopy]) -> list[LogCopy]:
+        for copy in gone:
+            del self._copies[copy.key]
+        return gone
 
 
 def run_of(heads: Sequence[RecordHead]) -> LogRun:

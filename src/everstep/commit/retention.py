@@ -38,6 +38,14 @@ COPY_TIERS = ("copy", "object")
 """Tiers with copies of files from the ranks' own disks; all ranks read the same copies."""
 
 
+def reclaimable_bases(held: Collection[BaseId], watermark: BaseId | None) -> list[BaseId]:
+    """Return the bases in a volatile tier that may be dropped: those older than the watermark.
+
+    For durable tiers see :func:`everstep.commit.retention.plan_retention`.
+    """
+    return [] if watermark is None else sorted(base for base in held if base < watermark)
+
+
 class Watermark:
     """Watermark of one timeline, as known to one rank.
 

@@ -13,6 +13,7 @@ Both processes import this package; it imports neither. Read in this order:
 ``waiting``       deadlines of waiting for a keeper
 ``keeper_stats``  counters of a keeper
 ``log_records``   layouts and memory of records of the gradient log
+``samples``       compare a base in memory with elements of the live state
 ``assembly``      data that brings a multi-step capture to one step
 
 Only the training process imports these, as they need torch:

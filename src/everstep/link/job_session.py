@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,27 @@ class JobSession:
 
     def to_wire(self) -> dict[str, Any]:
         """Return the fields for a message."""
+        # Bases are structs of msgspec, which asdict() leaves as they are.
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> JobSession:
         """Decode the fields of :meth:`to_wire`."""
-        return msgspec.convert(fields, cls)
+        # msgpack returns lists: restore the tuples.
+        return cls(
+            fields["session"],
+            fields["rank"],
+            tuple(fields["disks"]),
+            tuple((host, port) for host, port in fields["peers"]),
+            _base(fields["recovered"]),
+            _base(fields["spare"]),
+            tuple(BaseId(*base) for base in fields["unreadable"]),
+            fields["again"],
+            tuple(fields["lost"]),
+            tuple(fields["nodes"]),
+            fields["unread"],
+        )
 
 
 def mailbox_error(host: str, port: int, error: OSError) -> KeeperError:
@@ -72,3 +86,7 @@ def mailbox_error(host: str, port: int, error: OSError) -> KeeperError:
         f"{error.strerror or error}",
         hint="MASTER_ADDR must be an address that this machine can reach",
     )
+
+
+def _base(fields: Sequence[int] | None) -> BaseId | None:
+    return None if fields is None else BaseId(*fields)

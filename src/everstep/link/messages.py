@@ -53,16 +53,18 @@ Keeper to trainer:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
-
-import msgspec
 
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan
 from everstep.link.capture import Capture
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.replica_digest import ReplicaDigest
+from everstep.state.layout.shards import Placed, ShardLayout
 
-PROTOCOL = 11
+PROTOCOL = 10
 """Version of the messages. Trainer and keeper, which may come from different installations, must
 have the same."""
 
@@ -78,13 +80,17 @@ def parts_of(data: bytes) -> Iterator[bytes]:
 
 def identity_to_wire(identity: ShardIdentity) -> dict[str, Any]:
     """Encode the identity of a base."""
-    found: dict[str, Any] = msgspec.to_builtins(identity)
-    return found
+    fields = asdict(identity)
+    # A property of single files; always False for a base.
+    del fields["static"]
+    return fields
 
 
 def identity_from_wire(fields: Mapping[str, Any]) -> ShardIdentity:
     """Decode the identity of a base."""
-    return msgspec.convert(fields, ShardIdentity)
+    # msgpack returns plain lists and dicts: restore the types that identities are compared by.
+    common = tuple(ReplicaDigest(**one) for one in fields["common"])
+    return ShardIdentity(**{**fields, "common": common})
 
 
 def begin_to_wire(capture: Capture) -> dict[str, Any]:
@@ -102,14 +108,66 @@ def begin_to_wire(capture: Capture) -> dict[str, Any]:
     }
 
 
-_Layout = tuple[tuple[ShardPlan, ...], dict[str, str]]
-
-
-def layout_to_wire(plan: BasePlan) -> Any:
+def layout_to_wire(plan: BasePlan) -> dict[str, Any]:
     """Encode the fields of a plan that are the same for all bases of a layout."""
-    return msgspec.to_builtins((plan.shards, plan.kinds))
+    return {
+        "shards": [
+            {
+                "name": shard.name,
+                "aliases": dict(shard.aliases),
+                "room_bytes": shard.room_bytes,
+                "objects_bytes": shard.objects_bytes,
+                "static": shard.static,
+                "placed": [_placed_to_wire(place) for place in shard.layout.placed],
+            }
+            for shard in plan.shards
+        ],
+        "kinds": dict(plan.kinds),
+    }
 
 
-def layout_from_wire(fields: Any, identity: ShardIdentity) -> BasePlan:
+def layout_from_wire(fields: Mapping[str, Any], identity: ShardIdentity) -> BasePlan:
     """Return the plan of one base of a layout."""
-    return BasePlan(identity, *msgspec.convert(fields, _Layout))
+    shards = tuple(
+        ShardPlan(
+            shard["name"],
+            ShardLayout(tuple(_placed_from_wire(place) for place in shard["placed"])),
+            shard["aliases"],
+            shard["room_bytes"],
+            shard["objects_bytes"],
+            static=shard["static"],
+        )
+        for shard in fields["shards"]
+    )
+    return BasePlan(identity, shards, fields["kinds"])
+
+
+def _placed_to_wire(place: Placed) -> list[Any]:
+    e = place.entry
+    return [
+        place.begin,
+        place.end,
+        e.name,
+        e.dtype,
+        e.shape,
+        e.global_shape,
+        e.global_offset,
+        e.placement,
+        e.stride,
+        e.logical_dtype,
+    ]
+
+
+def _placed_from_wire(fields: Sequence[Any]) -> Placed:
+    begin, end, name, dtype, shape, whole, offset, placement, stride, logical = fields
+    entry = Entry(
+        name,
+        dtype,
+        tuple(shape),
+        tuple(whole),
+        tuple(offset),
+        placement,
+        None if stride is None else tuple(stride),
+        logical,
+    )
+    return Placed(entry, begin, end)

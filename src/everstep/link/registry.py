@@ -23,12 +23,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
+from typing import Any
 
-import msgspec
 import xxhash
 
 from everstep.errors import KeeperError, KeeperTimeoutError
-from everstep.format.message_codec import Count
 from everstep.seams.files.locks import LockedFile, file_identity, lock_file, same_file, try_lock
 from everstep.seams.files.posix import PosixFileSystem
 from everstep.seams.machine import resolve_path
@@ -109,12 +108,12 @@ class KeeperInfo:
         started_unix_s: start time, for display.
     """
 
-    pid: Count
+    pid: int
     run: str
     run_id: str
-    rank: Count
+    rank: int
     version: str
-    protocol: Count
+    protocol: int
     started_unix_s: float
 
     @property
@@ -130,10 +129,23 @@ class KeeperInfo:
     def decode(cls, data: bytes) -> KeeperInfo | None:
         """Decode the contents of the file; None for anything else."""
         try:
-            # A newer version of everstep may write more fields: they are ignored.
-            return msgspec.convert(json.loads(data), cls)
-        except (ValueError, RecursionError, msgspec.ValidationError):
+            fields = json.loads(data)
+        except (ValueError, RecursionError):
             return None
+        if not isinstance(fields, dict):
+            return None
+        # A newer version of everstep may write more fields: ignore them.
+        found: dict[str, Any] = {name: fields.get(name) for name in cls.__slots__}
+        numbers = (found["pid"], found["rank"], found["protocol"])
+        texts = (found["run"], found["run_id"], found["version"])
+        started = found["started_unix_s"]
+        if not all(isinstance(value, str) for value in texts):
+            return None
+        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in numbers):
+            return None
+        if not isinstance(started, (int, float)):
+            return None
+        return cls(**found)
 
 
 class Registration:

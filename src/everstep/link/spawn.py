@@ -12,14 +12,12 @@ can still write to the log holds a shared lock on it.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-
-import msgspec
+from dataclasses import dataclass
 
 from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.link.registry import (
@@ -82,25 +80,46 @@ class SpawnOptions:
         """Key of the keeper; see :func:`~everstep.link.registry.keeper_key`."""
         return keeper_key(self.run, self.run_id, self.rank)
 
-    def argument(self) -> str:
-        """Return the options as one command line argument."""
-        return json.dumps(asdict(self))
+    def arguments(self) -> list[str]:
+        """Return the options as command line arguments."""
+        words = [
+            f"--run={self.run}",
+            f"--run-id={self.run_id}",
+            f"--rank={self.rank}",
+            f"--linger-s={self.linger_s!r}",
+            f"--threads={self.threads}",
+        ]
+        if self.cores is not None:
+            words.append(f"--cores={','.join(map(str, self.cores))}")
+        return words + (["--detach"] if self.detach else [])
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> SpawnOptions:
-        """Parse the command line argument.
+        """Parse command line arguments.
 
         Raises:
-            SystemExit: it is invalid; the reason is on standard error.
+            SystemExit: they are invalid; the reason is on standard error.
         """
-        try:
-            (argument,) = arguments
-            return msgspec.convert(json.loads(argument), cls)
-        except (ValueError, msgspec.ValidationError) as error:
-            raise SystemExit(
-                f"invalid options ({error}): a Checkpointer starts this process, which makes "
-                "captured state durable; `everstep ps` lists the running ones"
-            ) from error
+        parser = argparse.ArgumentParser(
+            prog="python -m everstep.keeper",
+            description="Process that makes captured state durable; started by a Checkpointer. "
+            "`everstep ps` lists the running ones.",
+            allow_abbrev=False,
+        )
+        parser.add_argument("--run", required=True, help="the run folder")
+        parser.add_argument("--run-id", required=True, help="its id, from run.json")
+        parser.add_argument("--rank", required=True, type=int)
+        parser.add_argument(
+            "--linger-s", type=float, default=LINGER_S, help="seconds to wait without a trainer"
+        )
+        parser.add_argument("--cores", type=_cores, help="cores to run on, e.g. 0,1")
+        parser.add_argument("--threads", type=int, default=WRITERS, help="writing threads")
+        parser.add_argument("--detach", action="store_true", help="detach from the parent process")
+        return cls(**vars(parser.parse_args(list(arguments))))
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 # --- Trainer side -----------------------------------------------------------------------
@@ -124,7 +143,7 @@ def spawn_keeper(
         KeeperError: it could not be started; the message has the end of its log.
     """
     files = keeper_files(options.key)
-    command = [*(program or _program()), options.argument()]
+    command = [*(program or _program()), *options.arguments()]
     log = _open_log(files)
     try:
         status = start_detached(
@@ -164,22 +183,29 @@ def _environment(files: KeeperFiles) -> dict[str, str]:
 
 def _open_log(files: KeeperFiles) -> LockedFile:
     """Open the log with a shared lock; empty it unless another process may write to it."""
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     try:
-        # Exclusive first: only then is no other process writing, and the log may be emptied.
-        log = lock_file(files.log)
-        if log is not None:
-            log.replace(b"")
-            log.close()
-        log = lock_file(files.log, shared=True, timeout_s=_LOCK_TIMEOUT_S)
+        while time.monotonic() < deadline_s:
+            # Exclusive first: only then is no other process writing, and the log may be emptied.
+            log = lock_file(files.log)
+            if log is not None:
+                log.replace(b"")
+                # Downgraded in two steps, so another process may get the lock in between: then
+                # start over.
+                if log.share(_LOCK_TIMEOUT_S):
+                    return log
+                log.close()
+            else:
+                log = lock_file(files.log, shared=True, timeout_s=_LOOK_AGAIN_S)
+                if log is not None:
+                    return log
     except OSError as error:
         raise KeeperError(
             f"the keeper's log cannot be written: {error.strerror or error}", path=files.log
         ) from error
-    if log is None:
-        raise KeeperTimeoutError(
-            f"another process has held {files.log} for {_LOCK_TIMEOUT_S:g} s", path=files.log
-        )
-    return log
+    raise KeeperTimeoutError(
+        f"another process has held {files.log} for {_LOCK_TIMEOUT_S:g} s", path=files.log
+    )
 
 
 def connect(key: str, *, timeout_s: float, send_timeout_s: float = SEND_TIMEOUT_S) -> Connection:

@@ -2,7 +2,8 @@
 
 A message is a length of four bytes (little-endian) and as many bytes of msgpack: a map with text
 keys. Tuples arrive as lists, byte arrays as bytes; file names that are not valid Unicode pass
-unchanged. Descriptors travel with the first byte of their message.
+unchanged. A list or map has at most 1,048,576 items. Descriptors travel with the first byte of
+their message.
 
 No wait is unbounded: neither for a side that has stopped reading, nor for the rest of a message.
 Invalid data ends the connection, as nothing after it could be trusted.
@@ -19,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
-import msgspec
 
 from everstep import errors
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
@@ -43,6 +43,8 @@ SEND_TIMEOUT_S = 10.0
 _HEADER_BYTES = 4
 # Received in pieces: a wrong length must not make this process allocate that much memory.
 _PIECE_BYTES = 1 << 20
+# Items of one list or map: msgpack allocates for the count that the data claims.
+_ITEMS_MAX = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0
 _GONE = (errno.ECONNRESET, errno.EPIPE, errno.EBADF, errno.ENOTCONN)
 
@@ -73,14 +75,25 @@ def decode_message(body: bytes | bytearray) -> dict[str, Any]:
     Raises:
         KeeperError: it is not a msgpack map with text keys, or is followed by other data.
     """
+    items_max = min(len(body), _ITEMS_MAX)
     try:
-        # No list or map can have more items than the body has bytes: msgpack refuses larger counts.
-        message = msgpack.unpackb(body, strict_map_key=False, unicode_errors="surrogatepass")
+        message = msgpack.unpackb(
+            body,
+            strict_map_key=False,
+            max_array_len=items_max,
+            max_map_len=items_max,
+            ext_hook=_no_extensions,
+            unicode_errors="surrogatepass",
+        )
     except (ValueError, TypeError, MemoryError, RecursionError, msgpack.UnpackException) as error:
         raise KeeperError(f"a message is not msgpack: {error}") from error
     if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
         raise KeeperError("a message is not a map with text as keys")
     return message
+
+
+def _no_extensions(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code}")
 
 
 def _kind_of(message: Mapping[str, Any]) -> str:
@@ -418,6 +431,7 @@ _CLASSES: dict[str, type[EverstepError]] = {
     for name in errors.__all__
     if issubclass(getattr(errors, name), EverstepError)
 }
+_COMMON = ("message", "step", "rank", "tier", "path", "hint")
 
 
 def error_to_wire(error: BaseException) -> dict[str, Any]:
@@ -426,26 +440,68 @@ def error_to_wire(error: BaseException) -> dict[str, Any]:
     An exception that is not an :class:`~everstep.errors.EverstepError` becomes an internal error.
     """
     if not isinstance(error, EverstepError):
-        error = EverstepError(f"internal error: {error!r}")
+        return {"error": EverstepError.__name__, "message": f"internal error: {error!r}"}
     known = next(kind for kind in type(error).__mro__ if kind in _CLASSES.values())
-    fields = msgspec.to_builtins(vars(error), enc_hook=_plain, builtin_types=(bytes,))
-    return {"error": known.__name__, "fields": fields}
+    fields = {name: _plain(value) for name, value in vars(error).items() if name[0] != "_"}
+    return {**fields, "error": known.__name__}
 
 
 def error_from_wire(fields: Mapping[str, Any]) -> EverstepError:
-    """Decode an error: same class, same fields."""
-    kind = _CLASSES.get(fields["error"], EverstepError)
-    # Not through the constructor of the class: its parameters differ.
-    error = kind.__new__(kind, fields["fields"]["message"])
-    vars(error).update({name: _frozen(value) for name, value in fields["fields"].items()})
+    """Decode an error: same class, same fields.
+
+    Accepts any fields; a class that this version does not have becomes an EverstepError.
+    """
+    kind = _CLASSES.get(str(fields.get("error")), EverstepError)
+    message = fields.get("message")
+    if not isinstance(message, str):
+        message = f"internal error: an error without a message: {dict(fields)!r:.200}"
+    # Not through the constructor of the class: its parameters differ, and may change between
+    # versions.
+    error = kind.__new__(kind, message)
+    EverstepError.__init__(
+        error,
+        message,
+        step=_of(int, fields.get("step")),
+        rank=_of(int, fields.get("rank")),
+        tier=_of(str, fields.get("tier")),
+        path=_of(str, fields.get("path")),
+        hint=_of(str, fields.get("hint")),
+    )
+    for name, value in fields.items():
+        if name not in ("error", *_COMMON) and _is_field(kind, name):
+            setattr(error, name, _frozen(value))
     return error
 
 
+def _is_field(kind: type, name: Any) -> bool:
+    """Return True if an error of this class may get an attribute of this name."""
+    named = isinstance(name, str) and name.isidentifier() and not name.startswith("_")
+    return named and not hasattr(kind, name)
+
+
+def _of(kind: type, value: Any) -> Any:
+    return value if isinstance(value, kind) else None
+
+
 def _plain(value: Any) -> Any:
-    """Convert what msgpack has no form for: numbers of numpy; other objects to their text."""
-    return operator.index(value) if hasattr(value, "__index__") else str(value)
+    """Convert ``value`` to types of msgpack; other objects to their text."""
+    if value is None or isinstance(value, (bool, float, str, bytes)):
+        return value
+    # Integers of numpy have it, too.
+    if hasattr(value, "__index__"):
+        number = operator.index(value)
+        return number if -(1 << 63) <= number < 1 << 64 else str(number)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(value)
 
 
 def _frozen(value: Any) -> Any:
     """Convert lists back to the tuples that they were."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    return value

@@ -326,6 +326,10 @@ def test_without_a_trainer(
         next_one = b.trainer()
         assert next_one.recall() is not None
         next_one.die()
+        shutil.rmtree(b.run)
+        found.there = False
+        found.after(clock, 2.0)
+        assert b.over(), "the run is gone, too"
 
 
 # --- A real one -------------------------------------------------------------------------

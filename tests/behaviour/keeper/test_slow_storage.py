@@ -38,7 +38,6 @@ from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.requests import Replies
 from everstep.trainer.log.disk_log import DiskLog
-from tests.support.copying import served_timeline, wait_for
 from tests.support.log.every_step import World
 from tests.support.ranks.peer_logs import Log
 from tests.support.ranks.together import RankTraining, rank_seams, resume, trainings
@@ -341,17 +340,19 @@ def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> 
     link: Any = SimpleNamespace(
         session=JobSession("session", rank, ("one", "two"), ()),
         send=lambda to, message: heard_s.append(clock.monotonic_s()),
-        subscribe=lambda kind, receiver: None,
-        is_disconnected=lambda rank: False,
+        on_copies=lambda receiver: None,
     )
     told = [{"where": str(tmp_path / "copies"), "keep": 1}]
     files = Slow(clock)
-    (tmp_path / "run").mkdir()
-    couriers = Couriers(Seams(filesystem=files, clock=clock), PurePath(tmp_path / "run"))
-    identity = ShardIdentity("0" * 32, 1, 0, 0, rank, 2, True)
-    log = Log().store
-    couriers.serve(served_timeline(told, identity, log, pytest.fail, timeout_s=LIMIT_S, link=link))
-    wait_for(lambda: not couriers.bases[0].busy)
+    couriers = Couriers(
+        Seams(filesystem=files, clock=clock),
+        PurePath(tmp_path / "run"),
+        ShardIdentity("0" * 32, 1, 0, 0, rank, 2, True),
+        pytest.fail,
+        timeout_s=LIMIT_S,
+        link=link,
+    )
+    couriers.start(told, Log().store)
     (tmp_path / "part").write_bytes(b"x" * 100)
     source = PosixFileSystem().open(tmp_path / "part")
     begun_s = clock.monotonic_s()

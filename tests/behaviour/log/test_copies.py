@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep.cli import app
-from everstep.commit.job.offers import OFFERS
+from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
-from everstep.format.message_codec import encode
 from everstep.format.names import LOG_DIR
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.process.duties import Duties
-from everstep.keeper.ship.courier import CopyPlace, Courier
+from everstep.keeper.ship.courier import Courier
 from everstep.keeper.ship.log_copies import LogCopies
+from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.fetch import files_ahead, rank_copies
 from everstep.restore.fetch.peers import FetchResult, fetch_plan
 from everstep.restore.start import rank_restore
@@ -66,8 +66,8 @@ def trained_with_copies(
     options, more = TierOptions(str(copies), **place), ON_DISK if disk else {}
 
     def took(step: int) -> bool:
-        couriers = duties.copies
-        return all((one.taken_step or 0) >= step for one in couriers.logs)
+        couriers = duties.copies.couriers
+        return couriers is not None and all((one.taken_step or 0) >= step for one in couriers.logs)
 
     def hook(op: str, path: PurePath) -> None:
         """A base lets go of the memory of the steps before it: not before they were taken."""
@@ -85,13 +85,14 @@ def trained_with_copies(
             states |= run_steps(ckpt, world, 1)
             inspect(ckpt).saver.finish_captures()
             assert wait_for(lambda at=step: took(at))  # type: ignore[misc]
-        couriers = duties.copies
+        couriers = duties.copies.couriers
         writer = duties.writer
+        assert couriers is not None
         assert writer is not None
         assert wait_for(lambda: not writer.waiting)
         assert wait_for(lambda: not any(one.busy for one in couriers.bases.values()))
         die(ckpt)
-        assert wait_for(lambda: not any(one.busy for one in couriers.logs))
+        assert wait_for(lambda: all(one.courier.stats.step == STEPS for one in couriers.logs))
         stats = bench.server.duties.writer.stats  # type: ignore[union-attr]
         couriers.add_to(stats)
     if not disk:
@@ -402,8 +403,8 @@ def _spoil(path: Path, where: str) -> None:
 
 def told_of_choice(say: Any, offer: Any, copies: Any, needs: Any, **more: Any) -> FetchResult:
     """What a rank does before it fetches; there is nothing to fetch."""
-    said = say("say what they have", {"offer": encode(offer)})
-    choice = fetch_plan([OFFERS.decode(one["offer"]) for one in said], [], needs, more["step"])[1]
+    said = say("say what they have", {"offer": encode_offer(offer)})
+    choice = fetch_plan([decode_offer(one["offer"]) for one in said], [], needs, more["step"])[1]
     assert choice is not None
     more["extras"].planned(choice)
     return FetchResult([], [])

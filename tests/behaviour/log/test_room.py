@@ -10,7 +10,7 @@ import pytest
 
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.names import TEMPORARY_SUFFIX, marker_name, segment_dir, shard_name
-from everstep.keeper.log import segment_queue
+from everstep.keeper.log import segment_writer
 from everstep.keeper.retain.deletion import delete_segments
 from everstep.options import LogOptions
 from everstep.run.fence import Fence
@@ -113,7 +113,7 @@ def test_what_cannot_fit_is_not_begun(run_folder: Path) -> None:
 def test_where_the_disk_hangs_it_is_said_first(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files are not removed then: that might hang, too. The next process removes them."""
+    """Files are not removed then: that might hang, too. Retention removes them later."""
     fs = HookedFileSystem()
     reported: list[EverstepError] = []
     log = LogOptions(to="disk", batch_steps=2, audit=False)
@@ -125,14 +125,16 @@ def test_where_the_disk_hangs_it_is_said_first(
             raise DeadlineError("a write took longer")
 
         with monkeypatch.context() as patched:
-            patched.setattr(segment_queue, "write_shard", hang)
+            patched.setattr(segment_writer, "write_shard", hang)
             before = len(fs.seen)
             run.train_slowly(2)
         ops = [op for op, path in fs.seen[before:] if shard_name(0, 0) in path.name]
         assert "unlink" not in ops[ops.index("reserve") :]
         left = Path(segment_dir(run_folder, 1, 4, 6))
         assert [path.name for path in left.iterdir()] == [shard_name(0, 0) + ".tmp"]
+        run.train_slowly(10)
         assert isinstance(reported[0], DeadlineError)
+        assert not left.exists()
 
 
 def test_one_that_was_taken_over_is_left_to_whoever_did(
@@ -150,6 +152,19 @@ def test_one_that_was_taken_over_is_left_to_whoever_did(
         assert shard_name(0, 0) in {path.name for path in left.iterdir()}
 
 
+@pytest.mark.parametrize("name", [shard_name(0, 0) + ".tmp", shard_name(0, 0)])
+def test_retention_takes_what_a_keeper_that_was_killed_has_left(
+    run_folder: Path, name: str
+) -> None:
+    """Of its own timeline, too, where a later segment is whole: none is written before another."""
+    log = LogOptions(to="disk", batch_steps=2, audit=False)
+    with Trained(run_folder, log=log, every=8, keep=1) as run:
+        run.train_slowly(2)
+        left = leave(run_folder, 0, 1, name)
+        run.train_slowly(8)
+        assert not left.exists()
+
+
 def test_what_may_be_being_written_stays(tmp_path: Path) -> None:
     names = shard_name(0, 0), marker_name(0)
     leave(tmp_path, 0, 2, *names)
@@ -157,3 +172,16 @@ def test_what_may_be_being_written_stays(tmp_path: Path) -> None:
     own: dict[str, Any] = {"own": 1}
     assert delete_segments(FILES, tmp_path, [1], lambda _: True, lambda: None, **own) == 1
     assert in_log(tmp_path) == [f"{being_written.name}/{shard_name(0, 0)}.tmp"]
+
+
+def test_of_another_rank_a_later_one_says_nothing(tmp_path: Path) -> None:
+    """They write to one folder, each at its own pace."""
+    leave(tmp_path, 0, 2, shard_name(0, 0), shard_name(1, 0) + ".tmp")
+    leave(tmp_path, 2, 4, shard_name(1, 0), marker_name(1))
+    before = in_log(tmp_path)
+    own: dict[str, Any] = {"own": 1, "rank": 0}
+    delete_segments(FILES, tmp_path, [1], lambda span: span[1:] == (0, 2), lambda: None, **own)
+    assert in_log(tmp_path) == before
+    own = {"own": 1, "rank": 1}
+    delete_segments(FILES, tmp_path, [1], lambda span: span[1:] == (0, 2), lambda: None, **own)
+    assert in_log(tmp_path) == [name for name in before if ".tmp" not in name]

@@ -637,7 +637,7 @@ def test_where_there_is_none(
 ) -> None:
     world, ckpt = a_trainer(served, **options)
     trained(world, ckpt, 5)
-    assert served.server.duties.auditor is None
+    assert served.server.duties.audits.auditor is None
     ckpt.close()
     assert not blocked.made
 

@@ -16,14 +16,10 @@ from everstep.errors import EverstepError, OptionError, OutOfSpaceError
 from everstep.format.header import ShardIdentity
 from everstep.format.names import base_dir, segment_dir, timeline_dir
 from everstep.format.writer import ChunkRing
+from everstep.keeper.log.disk_space import LogSpace, folder_bytes
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.log.segment_queue import (
-    Batch,
-    LogSpace,
-    SegmentQueue,
-    SegmentWriter,
-    folder_bytes,
-)
+from everstep.keeper.log.segment_queue import Batch, SegmentQueue
+from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.link.log_records import ENDED
 from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
@@ -148,14 +144,8 @@ class Store:
         Path(timeline_dir(run, 1)).mkdir(parents=True)
         self.run, self.told, self.reached = run, list[EverstepError](), list[int]()
         self.ring, self.arena = ChunkRing(4, 2), Arena.anonymous(4 << 20)
-        room = LogSpace(
-            PosixFileSystem(),
-            PurePath(run),
-            0,
-            1,
-            budget_bytes=budget_bytes,
-            bases_bytes=10_000,
-        )
+        told = {"disk_bytes": budget_bytes, "bases_bytes": 10_000}
+        room = LogSpace.from_wire(PosixFileSystem(), PurePath(run), 0, 1, told)
         identity = ShardIdentity("0" * 32, 1, 0, 0, 0, 1, True)
         writer = SegmentWriter(
             Seams(), PurePath(run), identity, self.ring, timeout_s=TIMEOUT_S, space=room
@@ -193,6 +183,31 @@ def store(run_folder: Path) -> Iterator[Store]:
     found.ring.close()
 
 
+def test_what_has_no_room_waits_for_the_base_that_is_under_way(store: Store) -> None:
+    store.log.expect_base(True)
+    store.train(9)
+    there = store.steps
+    assert there == [1, 2, 3, 4, 5, 6]
+    assert size_below(store.run) <= 50_000
+    assert store.told == []
+    store.log.flush()
+    store.log.settle(TIMEOUT_S)
+    assert store.steps == there
+    store.retain(6)
+    store.log.expect_base(True)  # another one is under way
+    store.log.settle(TIMEOUT_S)
+    assert store.steps == [7, 8, 9], "in segments as they would have been"
+    store.train(5)
+    assert store.steps == [7, 8, 9, 10, 11, 12]
+    store.retain(12)
+    store.log.expect_base(False)
+    store.train(1)
+    assert store.steps == [13, 14, 15]
+    assert store.told == []
+    assert store.reached == sorted(store.reached)
+    assert ENDED not in store.reached
+
+
 def test_what_no_base_makes_room_for_is_told_and_not_written(store: Store) -> None:
     store.train(20)
     assert size_below(store.run) <= 50_000
@@ -200,6 +215,27 @@ def test_what_no_base_makes_room_for_is_told_and_not_written(store: Store) -> No
     assert isinstance(error, OutOfSpaceError)
     assert "Budget(disk_bytes=60000)" in error.message
     assert "continues after the next base" in str(error.hint)
+    assert store.reached[-1] == ENDED
+
+
+def test_a_base_that_makes_no_room_leaves_a_hole_that_is_told(store: Store) -> None:
+    store.log.expect_base(True)
+    store.train(20)
+    assert store.told == []
+    store.log.expect_base(False)
+    store.log.settle(TIMEOUT_S)
+    (error,) = store.told
+    assert isinstance(error, OutOfSpaceError)
+    assert store.reached[-1] == ENDED
+
+
+def test_a_replica_that_is_asked_for_a_base_is_waited_for(store: Store) -> None:
+    asked = {1}
+    store.log.segments.bases_expected.append(lambda: bool(asked))
+    store.train(20)
+    assert store.told == []
+    asked.clear()
+    store.train(1)
     assert store.reached[-1] == ENDED
 
 

@@ -16,7 +16,6 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError, RecoveryError, StorageError
 from everstep.format.names import CONDEMNED, DELETING, MANIFEST
 from everstep.keeper.retain.deletion import delete_base
-from everstep.run.fence import Fence
 from everstep.run.folder import open_timeline
 from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
@@ -90,17 +89,7 @@ def test_a_base_whose_marker_is_there_is_rolled_forward(run_folder: Path) -> Non
     with two(run_folder, older_state, live, older_fs=fs) as (older, newer):
         older_state["n"] = 2
         older.step()
-        marked = False
-
-        def hook(op: str, path: PurePath) -> None:
-            """At the look at the fence that follows the marker."""
-            nonlocal marked
-            marked = marked or (op == "rename" and path.suffix == ".done")
-            if marked and op == "scan":
-                fs.hook = lambda op, path: None
-                recoveries.append(newer.resume())
-
-        fs.hook = hook
+        fs.hook = raising(lambda: recoveries.append(newer.resume()), "open", "*.done")
         assert isinstance(older.save().durable.exception(20), FencedError)
     assert recoveries[0].step == 2
     assert live == {"n": 2}
@@ -245,7 +234,6 @@ def test_resumed_while_being_deleted(when: str, run_folder: Path) -> None:
             ckpt.step()
             ckpt.save()
     victim = scan_base(fs, run, BaseId(1, 2))
-    fence = Fence(fs, run, 1)
     recoveries: list[everstep.Recovery] = []
     live = {"n": 0}
 
@@ -267,7 +255,7 @@ def test_resumed_while_being_deleted(when: str, run_folder: Path) -> None:
     fs.hook = hook
     fenced = False
     try:
-        delete_base(fs, victim.path, None, fence.check)
+        delete_base(fs, run, victim, None, timeline=1)
     except FencedError:
         fenced = True
     (recovery,) = recoveries
@@ -345,7 +333,7 @@ def test_whoever_keeps_deleting_is_named(run_folder: Path) -> None:
         if op == "link" and path.name == "timeline.json":
             fs.hook, kept = (lambda op, path: None), fs.hook
             newest = max(inventory_of(run_folder).bases, key=lambda base: base.id)
-            delete_base(PosixFileSystem(), newest.path, None)
+            delete_base(PosixFileSystem(), run_folder, newest, None, timeline=None)
             fs.hook = kept
 
     with opened(run_folder, {"n": 1}, fs=fs) as ckpt:

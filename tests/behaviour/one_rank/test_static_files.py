@@ -24,7 +24,7 @@ from everstep import checkpointer as checkpointer_module
 from everstep.errors import AuditError, DamageError
 from everstep.format.names import SLOTS_DIR
 from everstep.format.reader import read_header
-from everstep.keeper.persist.shard_writer import StaticFiles
+from everstep.keeper.persist.static_files import StaticFiles
 from everstep.run.open_base import check_identity
 from everstep.seams import PosixFileSystem
 from tests.support.command import document, invoke

@@ -12,7 +12,7 @@ from torch import nn
 
 from everstep.compress.lossy import lossy_copies
 from everstep.format.log import LogRecord, RecordHead, plan_segment, record_digest
-from everstep.keeper.log import segment_queue
+from everstep.keeper.log import segment_writer
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.engine import ReplayOptions
 from everstep.replay.updates import Packed, dense
@@ -61,7 +61,7 @@ def test_lossy_parts_of_some_ranks_take_all_to_the_same_approximation(
         lossy = identity.rank in ranks
         return plan_segment(identity, [lossy_record(r, 0.1) if lossy else r for r in records])
 
-    monkeypatch.setattr(segment_queue, "plan_segment", plan)
+    monkeypatch.setattr(segment_writer, "plan_segment", plan)
     monkeypatch.setattr(parts, "take", waves)
     until((tmp_path / "run",) * 2, 6)
     model = layers((0, 1))

@@ -28,7 +28,8 @@ from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship import base_copies as copies_module
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
-from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier, newest_timeline_in
+from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.place import ROOT, CopyPlace, newest_timeline_in
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.run.folder import open_run_folder, open_timeline
 from everstep.run.scan import scan_run
@@ -81,7 +82,7 @@ def copies_of(
 def copying(run: Path, tier: Any, **more: Any) -> Iterator[BaseCopies]:
     """Copies that are made in a thread, as in a keeper."""
     copies = copies_of(run, tier, **more)
-    copies.courier.start(copies.turn, "copies")
+    copies.courier.start(copies, "copies")
     try:
         yield copies
     finally:
@@ -526,7 +527,7 @@ def test_what_fails_is_told_and_the_next_base_is_copied(run_folder: Path) -> Non
             assert isinstance(posted[-1], UnreachableError)
         copies.base_durable()
         assert wait_for(lambda: copies.courier.stats.copied == 1)
-    assert (len(posted), usable(inner)) == (2, [1])
+    assert (copies.courier.stats.failed, usable(inner)) == (2, [1])
 
 
 def test_a_bug_ends_no_thread(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,13 +175,6 @@ class SimCluster:
             self._next(self.now_s + 1.0)
         self._preempted -= 1
 
-    def sleep_within(self, process: SimRank) -> None:
-        """Others run while ``process`` is asleep between two operations of its own."""
-        until_s = process.asleep_until_s
-        while self._next(until_s):
-            pass
-        self.now_s = max(self.now_s, until_s)
-
     # What processes report.
 
     def on_opening(

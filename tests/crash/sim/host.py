@@ -62,7 +62,6 @@ class ProcessDisk:
         crash_at: the process dies at the operation of this number, or never.
         after: it dies when that operation is done, instead of before.
         failing: how many of the next writes fail for want of space.
-        renaming: called with the new name before each rename.
     """
 
     def __init__(self, disk: Disk, node: int, between: Callable[[], None]) -> None:
@@ -74,7 +73,6 @@ class ProcessDisk:
         self.crash_at: int | None = None
         self.after = False
         self.failing = 0
-        self.renaming: Callable[[PurePath], None] = lambda target: None
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
         return _ProcessFile(self, self._do(lambda fs: fs.create(path)))
@@ -86,7 +84,6 @@ class ProcessDisk:
         return self._look().open(path)
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        self.renaming(target)
         self._do(lambda fs: fs.rename(source, target))
 
     def link(self, source: PurePath, target: PurePath) -> None:

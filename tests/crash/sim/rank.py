@@ -1,7 +1,7 @@
 """One simulated process: all that one rank of one start of a job does, by the real code.
 
 The machines of :mod:`everstep.commit` decide; :mod:`everstep.restore.fetch.rank_offers` and
-:mod:`everstep.keeper.persist.job_committer` carry out; only training itself, and the bytes of the
+:mod:`everstep.keeper.persist.rank_disk` carry out; only training itself, and the bytes of the
 state, are made up here. A process does one thing at a time, and each takes its time.
 """
 
@@ -9,12 +9,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from everstep.commit.base_commit import WriteFiles, WriteMarker
+from everstep.commit.deletion import Condemn, DeleteFiles, FilesDeleted
+from everstep.commit.job.actions import (
+    BaseDamaged,
+    BaseDurable,
+    BaseLate,
+    Delete,
+    Event,
+    Fenced,
+    GaveUp,
+    Pace,
+    Perform,
+    Send,
+    WatermarkMoved,
+)
 from everstep.commit.job.agreement import (
     Agreement,
     Go,
+    InventorySeen,
+    Opened,
     OpenTimeline,
     RanksSilent,
     Refuse,
@@ -24,34 +40,19 @@ from everstep.commit.job.agreement import (
 )
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import (
-    BaseDamaged,
-    BaseDurable,
-    BaseLate,
-    Delete,
-    Deleted,
-    Event,
-    Fenced,
-    GaveUp,
-    Member,
-    Pace,
-    Perform,
-    Send,
-    WriteFiles,
-    WriteMarker,
-)
+from everstep.commit.job.member import Member
 from everstep.commit.job.messages import Envelope, Message, accept, encode_message
 from everstep.commit.job.offers import Choice, Needs, Source, all_ranks
 from everstep.commit.lineage import BaseId
+from everstep.commit.retention import reclaimable_bases
 from everstep.errors import EverstepError, FencedError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
-from everstep.format.names import CONDEMNED, DELETING, base_dir, marker_name, shard_name
+from everstep.format.names import DELETING, base_dir, marker_name, shard_name
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
-from everstep.run.fence import Fence
 from everstep.run.scan import scan_run
 from everstep.tiers.durable_files import ensure_dir, ensure_dirs, write_durably
 from tests.crash.sim.faults import SimulatedCrash
@@ -86,7 +87,6 @@ class SimRank:
         self.alive = True
         self.asleep_until_s = 0.0
         self.disk = ProcessDisk(cluster.disk_of(node), node, self._between)
-        self.disk.renaming = self._sleep_before_condemning
         self.memory: dict[BaseId, tuple[Marker, bytes]] = {}
         self.restored: list[Contents] = []
         self.member: Member | None = None
@@ -96,8 +96,7 @@ class SimRank:
         self._todo: deque[Any] = deque()
         self._busy = False
         self._spare: BaseId | None = None
-        self._files: RankDisk
-        self._watermark: BaseId | None = None
+        self._files = RankDisk(self.disk, RUN, rank, self, unique=self.name)
         world = len(job.nodes)
         self.agreement = Agreement(
             rank,
@@ -161,7 +160,6 @@ class SimRank:
                 self._todo.append(out)
             else:
                 self._report(out)
-        self._look_at_watermark()
         self._pump()
 
     def _pump(self) -> None:
@@ -176,6 +174,10 @@ class SimRank:
             self.cluster.later(self._sleeps_s(), self._perform)
             return
         todo = self._todo.popleft()
+        if _is_condemning(todo) and self.cluster.faults.falls_asleep(self, todo.base.step):
+            self._todo.appendleft(todo)
+            self.cluster.later(self._sleeps_s(), self._perform)
+            return
         self.cluster.note(self.name, _in_words(todo))
         try:
             self._do(todo)
@@ -204,19 +206,17 @@ class SimRank:
             inventory = scan_run(self.disk, RUN)
             disk = self.disk.disk.name
             offer = offer_of(self.disk, inventory, self.rank, disk, self._held())
-            self._absorb(self.agreement.done(offer))
+            self._absorb(self.agreement.done(InventorySeen(offer)))
         elif isinstance(todo, Restore):
             self._absorb(self.agreement.done(Restored(self._restore(todo.choice))))
         else:
             assert isinstance(todo, OpenTimeline)
             ours = open_on_disk(self.disk, RUN, todo.record, todo.choice, self.name)
-            fence = Fence(self.disk, RUN, todo.record.timeline)
-            self._files = RankDisk(self.disk, RUN, self.rank, self, fence, unique=self.name)
-            self._absorb(self.agreement.done(ours))
+            self._absorb(self.agreement.done(Opened(ours)))
 
     def _perform_do(self, todo: Perform) -> Event:
         """Whatever is removed is reported, also by a process that dies within."""
-        if not isinstance(todo.action, Delete):
+        if not (isinstance(todo.action, Delete) and isinstance(todo.action.action, DeleteFiles)):
             return self._files.perform(todo)
         marked = base_dir(RUN, todo.base.timeline, todo.base.step) / DELETING
         event: Event | None = None
@@ -225,7 +225,7 @@ class SimRank:
             return event
         finally:
             dying = event is None and str(marked) in self.disk.disk.fs.paths()
-            if dying or isinstance(event, Deleted):
+            if dying or isinstance(event, FilesDeleted):
                 self.cluster.on_deleted(self, todo.base)
 
     def _gave_up(self, todo: Any, error: Exception) -> bool:
@@ -256,12 +256,6 @@ class SimRank:
     def _between(self) -> None:
         self.cluster.run_others(self)
 
-    def _sleep_before_condemning(self, target: PurePath) -> None:
-        """Between the first look at the fence and the mark, in a deletion."""
-        condemns = target.name == CONDEMNED
-        if condemns and self.cluster.faults.falls_asleep(self, int(target.parent.name)):
-            self.cluster.sleep_within(self)
-
     def _sleeps_s(self) -> float:
         return self.asleep_until_s - self.cluster.now_s + self.cluster.rng.uniform(0, 0.1)
 
@@ -279,20 +273,16 @@ class SimRank:
             self.cluster.on_refused(self, out.reason)
         elif isinstance(out, BaseDurable):
             self.cluster.on_durable(self, out.base)
+        elif isinstance(out, WatermarkMoved):
+            self.cluster.on_watermark(self, out.base)
+            for base in reclaimable_bases(list(self.memory), out.base):
+                del self.memory[base]
         elif isinstance(out, GaveUp):
             self.memory.pop(out.base, None)
         elif isinstance(out, BaseDamaged):
             self.cluster.on_damaged(self, out.base, out.rank)
         else:
             assert isinstance(out, Fenced | BaseLate | RanksSilent)
-
-    def _look_at_watermark(self) -> None:
-        """What is older than a watermark that has moved is dropped from memory."""
-        base = None if self.member is None else self.member.watermark.base
-        if base is not None and base != self._watermark:
-            self._watermark = base
-            self.cluster.on_watermark(self, base)
-            self.memory = {other: held for other, held in self.memory.items() if other >= base}
 
     def _go(self, go: Go) -> None:
         layout = self.job.layout
@@ -308,7 +298,6 @@ class SimRank:
             )
         else:
             self.member = Member(layout, self.rank, go.timeline, recovered=recovered, pace=PACE)
-        self._watermark = recovered
         self.cluster.on_go(self, go.timeline, go.choice)
         self._spare = None if go.choice.durable else go.choice.base
         if self.member.leads:
@@ -321,7 +310,7 @@ class SimRank:
         assert self.member is not None
         self.cluster.note(self.name, "sweeps up")
         try:
-            self._files.sweep(spare=self._spare)
+            self._files.sweep(self.member.timeline, spare=self._spare)
         except SimulatedCrash as crash:
             self.die(str(crash))
         except FencedError as error:
@@ -422,6 +411,14 @@ class SimRank:
         return ""
 
 
+def _is_condemning(todo: Any) -> bool:
+    return (
+        isinstance(todo, Perform)
+        and isinstance(todo.action, Delete)
+        and isinstance(todo.action.action, Condemn)
+    )
+
+
 def _in_words(what: Any) -> str:
     if isinstance(what, Perform):
         return f"{what.base}: {_in_words(what.action)}"
@@ -429,7 +426,7 @@ def _in_words(what: Any) -> str:
         return f"{type(what).__name__} {what.choice.base or 'afresh'}"
     if isinstance(what, OpenTimeline):
         return f"opens timeline {what.record.timeline} behind {what.choice.base}"
-    if isinstance(what, BaseDurable | GaveUp | BaseDamaged | BaseLate):
+    if isinstance(what, BaseDurable | WatermarkMoved | GaveUp | BaseDamaged | BaseLate):
         return f"{type(what).__name__} {what.base}"
     if hasattr(what, "action"):
         return f"{type(what).__name__} {type(what.action).__name__}"

@@ -33,7 +33,7 @@ from everstep.format.plan import BasePlan, plan_files
 from everstep.format.reader import read_body
 from everstep.format.records import AuditRecord, Manifest
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.segment_queue import SegmentWriter
+from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.restore.offline.audit import audit_newest
 from everstep.run.open_base import OpenBase

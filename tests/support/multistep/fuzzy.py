@@ -21,7 +21,6 @@ from everstep.format.reader import read_body
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.committer import commit_base
 from everstep.keeper.persist.shard_writer import ShardWriter
-from everstep.run.fence import Fence
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_records
@@ -103,8 +102,7 @@ def rewrite(
         filesystem = PosixFileSystem()
         parked = SlotStore(filesystem, slots)
         writer = ShardWriter(filesystem, PurePath(run), ring, parked, timeout_s=TIMEOUT_S)
-        fence = Fence(filesystem, PurePath(run), marker.timeline)
-        commit_base(writer, fence, BasePlan(identity, tuple(shards)), bodies, silent)
+        commit_base(writer, BasePlan(identity, tuple(shards)), bodies, silent)
     finally:
         opened.close()
         lane.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -12,8 +12,10 @@ from everstep.commit.job.messages import CopyMessage, CopyReply, CopyRequest
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
-from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier
+from everstep.keeper.ship.base_copies import CopyGroup
+from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.place import ROOT, CopyPlace
+from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
 from everstep.restore.load.load import check_contents
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
@@ -97,10 +99,10 @@ class Job:
             place = CopyPlace((tiers or {}).get(rank, tier), timeline, rate)
             courier = Courier(place, clock, lambda error: self.posted.append((rank, error)))
             others = _Others(self, rank)
-            return courier, CopyGroup(cast(Any, others), clock, 0, rank, self.world, timeout_s=5.0)
+            return courier, CopyGroup(others, clock, 0, rank, self.world, timeout_s=5.0)
 
         courier, ranks = group(0)
-        self.leader = BaseCopies(courier, FILES, PurePath(runs[0]), ranks, keep=keep)
+        self.leader = LeadingCopies(courier, FILES, PurePath(runs[0]), ranks, keep=keep)
         self.followers: dict[int, FollowingCopies] = {}
         for rank in range(1, self.world):
             courier, ranks = group(rank)
@@ -123,7 +125,7 @@ class Job:
         follower.on_message(sender, message)
         if isinstance(message, CopyRequest) and follower.courier.due:
             self._before(rank)
-            follower.courier.take_turn(follower.turn)
+            follower.courier.take_turn(follower)
 
     def copy(self) -> BaseId | None:
         """Rank 0 copies the newest base, with the others."""

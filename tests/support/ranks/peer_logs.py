@@ -13,9 +13,10 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import SegmentQueue
-from everstep.keeper.ship.courier import CopyPlace, CopyStats, Courier
+from everstep.keeper.ship.courier import CopyStats, Courier
 from everstep.keeper.ship.log_copies import LogCopies
-from everstep.keeper.ship.peer_senders import LogSender
+from everstep.keeper.ship.log_sender import LogSender
+from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.fetch.peer_log import PeerLog, pack_steps
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock

@@ -22,9 +22,11 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
-from everstep.keeper.held.peer_stores import PeerBaseStore, PeerLogStore
+from everstep.keeper.held.peer_base_store import PeerBaseStore
+from everstep.keeper.held.peer_log_store import PeerLogStore
+from everstep.keeper.ship.base_sender import Pace
 from everstep.keeper.ship.peer_exchange import PeerExchange
-from everstep.keeper.ship.peer_senders import Pace, PeerLink
+from everstep.keeper.ship.transfer import PeerLink
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over

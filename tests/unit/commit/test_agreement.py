@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.agreement import (
     Agreement,
     Compare,
     Compared,
     Go,
+    InventorySeen,
+    Opened,
     OpenTimeline,
     RanksSilent,
     Refuse,
@@ -21,7 +24,6 @@ from everstep.commit.job.agreement import (
     Restored,
     TakeInventory,
 )
-from everstep.commit.job.member import Send
 from everstep.commit.job.messages import Command
 from everstep.commit.job.offers import Choice, Offer, Source
 from everstep.commit.lineage import BaseId
@@ -87,7 +89,7 @@ class Ranks:
 
     def _do(self, rank: int, action: Any) -> Any:
         if isinstance(action, TakeInventory):
-            return self.offers[rank]
+            return InventorySeen(self.offers[rank])
         if isinstance(action, Compare):
             assert self.compared is not None
             found = self.compared.get(rank, Compared())
@@ -104,13 +106,13 @@ class Ranks:
             )
         assert isinstance(action, OpenTimeline)
         if action.record.timeline in self.taken:
-            return False
+            return Opened(False)
         known = {**self.offers[rank].timelines, action.record.timeline: action.record}
         number = action.record.timeline + 1
         self.offers[rank] = replace(self.offers[rank], timelines=known, next_timeline=number)
         if self.at_open is not None:
             self.at_open(self, action)
-        return True
+        return Opened(True)
 
 
 def two() -> list[Offer]:
@@ -277,7 +279,7 @@ def test_what_one_rank_saw_a_moment_too_early_is_no_reason_to_refuse() -> None:
 def test_ranks_that_are_silent_are_named() -> None:
     agreement = Agreement(0, 3, record_of=record_of, silent_s=60.0)
     agreement.start()
-    agreement.done(own(0, world=3))
+    agreement.done(InventorySeen(own(0, world=3)))
     agreement.tick(0.0)
     assert all(isinstance(out, Send) for out in agreement.tick(59.0))
     silent = [out for out in agreement.tick(61.0) if isinstance(out, RanksSilent)]
@@ -289,7 +291,7 @@ def test_a_command_of_an_earlier_step_is_not_obeyed_again() -> None:
     agreement = Agreement(1, 2, record_of=record_of)
     assert agreement.receive(0, Command(4, "offer", b"")) == [TakeInventory()]
     assert not agreement.receive(0, Command(4, "offer", b"")), "it is under way"
-    (answer,) = agreement.done(own(1, 10))
+    (answer,) = agreement.done(InventorySeen(own(1, 10)))
     assert agreement.receive(0, Command(4, "offer", b"")) == [answer], "said again, not done again"
     assert not agreement.receive(0, Command(3, "offer", b""))
     assert not agreement.receive(1, Command(5, "offer", b"")), "only rank 0 commands"

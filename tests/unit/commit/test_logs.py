@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from everstep.commit.job.offers import CHOICES, OFFERS, BaseOffer, Choice, Offer, Piece, choose
+from everstep.commit.job.offer_codec import decode_choice, decode_offer, encode_choice, encode_offer
+from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, choose
 from everstep.commit.lineage import BaseId, Branch, branches_of
 from everstep.commit.log_reach import LogRun, common_reach, log_path, runs_of, steps_reached
 from everstep.errors import RecoveryError
 from everstep.format.log import RecordHead
-from everstep.format.message_codec import encode
 from everstep.format.records import FileRecord, Marker, TimelineRecord
 
 RUN, SHAPE = "0123", "a"
@@ -184,9 +184,9 @@ def of_others(*found: dict[int, Log], step: int | None = None, **more: Any) -> C
         replace(offer(rank, (), bases, OTHERS, 3), others={r: log.runs for r, log in own.items()})
         for rank, own in enumerate(found)
     ]
-    assert [OFFERS.decode(encode(one)) for one in offers] == offers
+    assert [decode_offer(encode_offer(one)) for one in offers] == offers
     choice = choose(offers, step=step, **more)
-    assert CHOICES.decode(encode(choice)) == choice
+    assert decode_choice(encode_choice(choice)) == choice
     return choice
 
 
@@ -314,9 +314,9 @@ def test_a_log_is_not_followed_past_a_record_that_cannot_be_read() -> None:
 
 def test_offers_and_choices_with_a_log_survive_the_wire() -> None:
     mine = offer(1, behind(4), {BaseId(1, 10): 10})
-    assert OFFERS.decode(encode(mine)) == mine
+    assert decode_offer(encode_offer(mine)) == mine
     choice = chosen(behind(5), behind(3))
-    assert CHOICES.decode(encode(choice)) == choice
+    assert decode_choice(encode_choice(choice)) == choice
 
 
 # --- Against an oracle ------------------------------------------------------------------

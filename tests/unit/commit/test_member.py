@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from everstep.commit.job.cluster import COORDINATOR, Cluster
-from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import (
+from everstep.commit.base_commit import (
+    CheckFence,
+    FenceSeen,
+    FilesDurable,
+    GatherMarkers,
+    ManifestDurable,
+    MarkerDurable,
+    MarkersSeen,
+    WriteFiles,
+    WriteManifest,
+    WriteMarker,
+)
+from everstep.commit.deletion import AlreadyDeleted, Condemn, Condemned, DeleteFiles, FilesDeleted
+from everstep.commit.job.actions import (
     BaseDamaged,
     BaseDurable,
     BaseLate,
     BasesSeen,
     Delete,
-    Deleted,
     Fenced,
-    FilesDurable,
-    GatherMarkers,
     GaveUp,
     LookAtBases,
-    ManifestDurable,
-    MarkerDurable,
-    MarkersSeen,
-    Member,
     Pace,
     Perform,
     ReadBack,
     ReadBackDone,
     Send,
+    WatermarkMoved,
     Withdraw,
     Withdrawn,
-    WriteFiles,
-    WriteManifest,
-    WriteMarker,
 )
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import Member
 from everstep.commit.job.messages import DiskProgress, ManifestNotice, Message, WatermarkNotice
 from everstep.commit.lineage import BaseId, Branch
-from everstep.commit.retention import Watermark
-from everstep.errors import FencedError
+from everstep.commit.retention import Watermark, reclaimable_bases
 from everstep.format.header import ShardIdentity
 from everstep.format.message_codec import Stored
 from everstep.format.names import shard_name
@@ -107,9 +111,6 @@ class Room:
                 self.did.append((rank, out.action))
                 if isinstance(out.action, WriteFiles) and rank in self.broken:
                     self.absorb(rank, self.members[rank].failed(out.base, "no space left"))
-                elif self.fence > self.timeline:
-                    fenced = FencedError("a newer timeline has begun")
-                    self.absorb(rank, self.members[rank].fence_off(fenced))
                 else:
                     event = self.perform(rank, out)
                     self.absorb(rank, self.members[rank].done(out.base, event))
@@ -120,8 +121,13 @@ class Room:
         disk, base, action = self.disks[rank], do.base, do.action
         markers = self.markers[disk].setdefault(base, {})
         if isinstance(action, Delete):
-            self.manifests[disk].pop(base, None)
-            return Deleted()
+            if isinstance(action.action, CheckFence):
+                return FenceSeen(self.fence)
+            if isinstance(action.action, Condemn):
+                gone = self.manifests[disk].pop(base, None) is None
+                return AlreadyDeleted(self.fence) if gone else Condemned()
+            assert isinstance(action.action, DeleteFiles)
+            return FilesDeleted()
         if isinstance(action, WriteMarker):
             markers[rank] = action.marker
             return MarkerDurable()
@@ -140,8 +146,9 @@ class Room:
             there, bad = tuple(self.manifests[disk]), set(action.damaged)
             needed = tuple(sorted(self.needed.get(disk, set()).intersection(there) - bad))
             return BasesSeen(there, {1: Branch(1, None, 0)}, needed)
-        assert isinstance(action, WriteFiles)
-        return FilesDurable((FileRecord(shard_name(rank), 96, 0, "0" * 32, "a" * 32),))
+        if isinstance(action, WriteFiles):
+            return FilesDurable((FileRecord(shard_name(rank), 96, 0, "0" * 32, "a" * 32),))
+        return FenceSeen(self.fence)
 
     def reports(self, kind: type) -> list[tuple[int, Any]]:
         return [(rank, out) for rank, out in self.said if isinstance(out, kind)]
@@ -157,7 +164,9 @@ def test_every_disk_gets_the_manifest_and_then_the_watermark_moves(disks: tuple[
     room.tick(3)
     assert all(BaseId(1, 10) in room.manifests[disk] for disk in disks)
     assert sorted(rank for rank, _ in room.reports(BaseDurable)) == list(range(len(disks)))
-    assert {one.watermark.base for one in room.members} == {BaseId(1, 10)}
+    moved = room.reports(WatermarkMoved)
+    assert sorted(rank for rank, _ in moved) == list(range(len(disks)))
+    assert {out for _, out in moved} == {WatermarkMoved(BaseId(1, 10), None)}
 
 
 @pytest.mark.parametrize("disks", LAYOUTS)
@@ -281,7 +290,7 @@ def test_the_manifest_is_waited_for_as_long_as_the_disk_of_who_leads_moves(until
     room.perform = lambda rank, do: (  # type: ignore[method-assign]
         MarkersSeen({}) if isinstance(do.action, GatherMarkers) else perform(rank, do)
     )
-    member.pace = replace(PACE, take_over_s=1e9)
+    member._flight.commit.take_over = lambda: None  # type: ignore[method-assign]
     late_s = late_after(room, 1, lambda now_s: (0,) if now_s <= until_s else ())
     assert late_s == (70.0 if until_s == 50 else None)
     if late_s is not None:
@@ -317,8 +326,7 @@ def test_any_rank_takes_over_when_rank_0_is_gone(disks: tuple[str, ...]) -> None
     reached = {disk for disk in disks if BaseId(1, 10) in room.manifests[disk]}
     assert reached == set(disks[1:])
     assert {rank for rank, _ in room.reports(BaseDurable)} == set(range(1, len(disks)))
-    watermarks = {one.watermark.base for one in room.members}
-    assert watermarks == {None}, "nothing is deleted without rank 0"
+    assert not room.reports(WatermarkMoved), "nothing is deleted without rank 0"
 
 
 def test_a_base_that_a_rank_cannot_write_is_given_up_by_all() -> None:
@@ -445,3 +453,9 @@ def test_the_watermark_only_moves_forward() -> None:
     assert not watermark.advance(BaseId(1, 30))
     assert watermark.advance(BaseId(2, 10)), "a newer timeline, whatever the number of the step"
     assert (watermark.base, watermark.before) == (BaseId(2, 10), BaseId(1, 40))
+
+
+def test_volatile_tiers_forget_what_is_older_than_the_watermark() -> None:
+    held = [BaseId(1, 10), BaseId(1, 20), BaseId(2, 5)]
+    assert reclaimable_bases(held, None) == []
+    assert reclaimable_bases(held, BaseId(1, 20)) == [BaseId(1, 10)]

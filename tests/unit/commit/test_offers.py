@@ -9,21 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.commit.job.offers import (
-    CHOICES,
-    OFFERS,
-    BaseOffer,
-    Choice,
-    Offer,
-    Piece,
-    Source,
-    choose,
-)
+from everstep.commit.job.offer_codec import decode_choice, decode_offer, encode_choice, encode_offer
+from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, Source, choose
 from everstep.commit.lineage import BaseId
 from everstep.commit.retention import TIERS
 from everstep.errors import FormatError, RecoveryError
 from everstep.format.digests import digest
-from everstep.format.message_codec import encode
 from everstep.format.records import Manifest, manifest_of
 from tests.support.offers import marker, offer, own, pieces, record
 
@@ -213,17 +204,17 @@ def test_offers_and_choices_travel() -> None:
     known = digest(manifest.encode())
     one = offer(0, {base: BaseOffer(pieces(base, [0, 1], 2, TIERS), known)}, lost=(BaseId(1, 7),))
     one = offer(0, dict(one.bases), lost=one.lost, timelines={1: record(1), 2: None})
-    assert OFFERS.decode(encode(one)) == one
+    assert decode_offer(encode_offer(one)) == one
     choice = choose([one, own(1, 10)])
-    assert CHOICES.decode(encode(choice)) == choice
+    assert decode_choice(encode_choice(choice)) == choice
     fresh = Choice(None, None, {}, (), (), None, 1)
-    assert CHOICES.decode(encode(fresh)) == fresh
+    assert decode_choice(encode_choice(fresh)) == fresh
     assert isinstance(choice.manifest, Manifest)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x93\x01\x02\x03", b"\xc1", encode(own(0, 1))[:-3]])
+@pytest.mark.parametrize("data", [b"", b"\x93\x01\x02\x03", b"\xc1", encode_offer(own(0, 1))[:-3]])
 def test_bytes_that_are_no_offer(data: bytes) -> None:
-    for decode in (OFFERS.decode, CHOICES.decode):
+    for decode in (decode_offer, decode_choice):
         with pytest.raises(FormatError):
             decode(data)
 
@@ -280,6 +271,6 @@ def test_each_rank_reads_some_of_what_is_left() -> None:
 
 def test_what_is_left_goes_over_the_wire() -> None:
     one = left(0, 10, 20, has=[0])
-    assert OFFERS.decode(encode(one)) == one
+    assert decode_offer(encode_offer(one)) == one
     choice = choose([one], partly=True)
-    assert CHOICES.decode(encode(choice)) == choice
+    assert decode_choice(encode_choice(choice)) == choice

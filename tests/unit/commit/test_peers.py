@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.commit.job.member import Send
+from everstep.commit.job.actions import Send
 from everstep.commit.job.messages import (
     ChunkReply,
     ChunkRequest,
@@ -245,6 +245,7 @@ def test_the_newest_base_overtakes_those_that_wait() -> None:
     rounds.durable(A, 0.0)
     rounds.durable(B, 1.0)
     rounds.durable(C, 2.0)
+    assert rounds.passed_over == 1
     assert told(rounds.on_reply(0, A, "whole", 3.0)) == {0: PeerRound(C, A)}
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import everstep
+from everstep.commit.deletion import Condemn
 from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError, RecoveryError, StateError
 from everstep.format.names import (
@@ -25,8 +26,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.retain.deletion import condemn as mark_condemned
-from everstep.keeper.retain.deletion import delete_base
+from everstep.keeper.retain.deletion import delete_base, perform_deletion
 from everstep.keeper.retain.retention import Retention
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.run.fence import Fence
@@ -54,7 +54,7 @@ def saved(run: Path, steps: int, **options: Any) -> None:
 def condemn(run: Path, step: int) -> Path:
     """What a deleter has done that dies before it looks at the fence again."""
     path = base_folder(run, step)
-    mark_condemned(FILES, PurePath(path))
+    perform_deletion(FILES, PurePath(path), Condemn(), None, lambda: 1)
     return path
 
 
@@ -226,7 +226,8 @@ def test_of_lifting_and_removing_one_succeeds(run_folder: Path) -> None:
 def test_a_second_deleter_finishes_what_the_first_has_begun(run_folder: Path) -> None:
     saved(run_folder, 2)
     condemn(run_folder, 1)
-    delete_base(FILES, PurePath(base_folder(run_folder, 1)), None)
+    victim = scan_base(FILES, PurePath(run_folder), BaseId(1, 1))
+    delete_base(FILES, PurePath(run_folder), victim, None, timeline=1)
     assert not base_folder(run_folder, 1).exists()
 
 
@@ -240,7 +241,8 @@ def test_a_timeline_on_which_nobody_trained_hides_nothing(run_folder: Path) -> N
     def delete(op: str, name: PurePath) -> None:
         if op == "link" and name.name == "timeline.json":
             fs.hook = lambda op, name: None
-            delete_base(FILES, PurePath(base_folder(run_folder, 2)), None)
+            victim = scan_base(FILES, PurePath(run_folder), BaseId(1, 2))
+            delete_base(FILES, PurePath(run_folder), victim, None, timeline=None)
 
     fs.hook = delete
     state = {"n": 0, "pad": torch.zeros(500)}

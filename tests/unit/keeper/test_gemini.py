@@ -30,8 +30,8 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import TimelineRecord
 from everstep.keeper.held.memory_bases import MemoryBases
-from everstep.keeper.held.peer_stores import PeerBaseStore, copy_memory_bytes
-from everstep.keeper.ship.peer_senders import Pace
+from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
+from everstep.keeper.ship.base_sender import Pace
 from everstep.options import Options, validate_options
 from everstep.restore.fetch.peer_copy import size_of
 from everstep.run.scan import scan_run

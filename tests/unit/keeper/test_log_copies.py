@@ -26,10 +26,12 @@ from everstep.format.log import LogRecord
 from everstep.format.names import TIMELINE_RECORD, base_dir, timeline_dir
 from everstep.format.records import FileRecord, Manifest, Marker, RunRecord, TimelineRecord
 from everstep.format.writer import ChunkRing
+from everstep.keeper.ship import couriers as couriers_module
 from everstep.keeper.ship import log_copies
-from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier
+from everstep.keeper.ship.courier import Courier
 from everstep.keeper.ship.couriers import Couriers
 from everstep.keeper.ship.log_copies import LogCopies
+from everstep.keeper.ship.place import ROOT, CopyPlace
 from everstep.restore.log.log_found import LogFound
 from everstep.run.scan import Inventory
 from everstep.run.segments import scan_log
@@ -42,7 +44,6 @@ from everstep.tiers.options import PeerOptions, TierOptions, validate_tiers
 from everstep.tiers.rate import HOUR_S, ObjectRate
 from everstep.tiers.retry import RetryingTier
 from everstep.trainer.attach.terms import KeeperTerms
-from tests.support.copying import served_timeline
 from tests.support.ranks.peer_logs import IDENTITY, RUN, Copying, Log, records_of_steps
 from tests.support.ranks.peering import record_of
 
@@ -55,7 +56,7 @@ def test_steps_are_copied_batch_by_batch() -> None:
     assert copying.there() == [(0, 2), (2, 4)]
     copying.turn(flush=True)
     assert copying.there() == [(0, 2), (2, 4), (4, 5)]
-    assert copying.stats.copied == 5
+    assert (copying.stats.copied, copying.stats.step) == (5, 5)
     assert copying.there(rank=0) == [], "each rank's are its own"
 
 
@@ -276,9 +277,9 @@ class _Counting(MemoryTier):
 def counting(monkeypatch: pytest.MonkeyPatch) -> _Counting:
     """What keepers find under any place; their logs are copied by hand."""
     tier = _Counting(ManualClock())
-    monkeypatch.setattr("everstep.tiers.urls.open_tier", lambda where, files, clock: tier)
+    monkeypatch.setattr(couriers_module, "open_tier", lambda where, files, clock: tier)
     monkeypatch.setattr(LogCopies, "start", lambda self: None)
-    monkeypatch.setattr(Courier, "start", lambda self, turn, name: None)
+    monkeypatch.setattr(Courier, "start", lambda self, work, name: None)
     return tier
 
 
@@ -288,7 +289,7 @@ class Keeper:
     def __init__(self, tier: _Counting, options: TierOptions, rank: int, world: int) -> None:
         self.log, self._tier, self._rank, self._world = Log(), tier, rank, world
         self._options = options
-        self.couriers = Couriers(Seams(clock=tier._clock), RUN)
+        self.couriers: Couriers | None = None
         self.serve()
 
     def serve(self) -> None:
@@ -297,11 +298,18 @@ class Keeper:
         trainer.in_process = True
         trainer.ranks = RankInfo(self._rank, self._world)
         trainer.copy_to([self._options])
-        identity = replace(IDENTITY, rank=self._rank, world=self._world)
-        log = self.log.store
-        self.couriers.serve(served_timeline(trainer._tiers, identity, log, fail, timeout_s=20.0))
+        self.couriers = Couriers(
+            Seams(clock=self._tier._clock),
+            RUN,
+            replace(IDENTITY, rank=self._rank, world=self._world),
+            fail,
+            timeout_s=20.0,
+            before=self.couriers,
+        )
+        self.couriers.start(trainer._tiers, self.log.store)
 
     def train(self, step: int) -> None:
+        assert self.couriers is not None
         self.log.step(step)
         for one in self.couriers.logs:
             one.turn()
@@ -396,6 +404,7 @@ def test_each_outage_is_told_of_once() -> None:
     for error in (second, second):
         copying.copies.courier.fail(error)
     assert copying.posted == [first, second]
+    assert copying.stats.failed == 4
 
 
 def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -> None:
@@ -410,18 +419,34 @@ def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -
     assert [(one.after, one.last) for one in there] == [(0, 1), (2, 3), (3, 4)]
     assert copying.stats.missed == 1
     assert "is no record" in str(copying.posted)
-    assert 'log="whole", which copies any record' in str(copying.posted[0])
+    assert 'TierOptions(log="whole"), which copies records unchanged' in str(copying.posted[0])
 
 
-def test_missed_steps_are_said_with_the_ways_out() -> None:
-    copying = Copying()
+@pytest.mark.parametrize(
+    ("cap", "lossy", "said", "unsaid"),
+    [
+        (None, False, ['log="adaptive"', 'log="none"'], ["log_ratio", "objects_per_hour"]),
+        (
+            None,
+            True,
+            ["lower TierOptions.log_ratio", 'log="none"'],
+            ['log="adaptive"', "objects_per_hour"],
+        ),
+        (1000, False, ['log="adaptive"', "objects_per_hour"], ["log_ratio"]),
+        (1000, True, ["lower TierOptions.log_ratio", "objects_per_hour"], ['log="adaptive"']),
+    ],
+)
+def test_the_way_out_of_missed_steps_is_one_that_is_left(
+    cap: int | None, lossy: bool, said: list[str], unsaid: list[str]
+) -> None:
+    copying = Copying(cap=cap, lossy=replace if lossy else None)
     copying.log.step(1)
     copying.log.overwrite()
     copying.turn()
     (error,) = copying.posted
     assert error.hint is not None
-    ways = ('log="adaptive"', "log_ratio", "objects_per_hour", 'log="none"')
-    assert all(one in error.hint for one in ways), error.hint
+    assert all(one in error.hint for one in said), error.hint
+    assert not any(one in error.hint for one in unsaid), error.hint
 
 
 def _base(copying: Copying, step: int, *, whole: bool = True) -> None:

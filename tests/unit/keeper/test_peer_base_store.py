@@ -13,7 +13,7 @@ from everstep.format.message_codec import Stored
 from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
-from everstep.keeper.held.peer_stores import PeerBaseStore
+from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.restore.fetch.peer_copy import size_of
 from everstep.state.layout.entries import Entry
 from everstep.testing.conformance_parts import at_once

@@ -17,11 +17,11 @@ from everstep.commit.job.messages import (
 )
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
-from everstep.commit.peer_copies import merge_runs, run_of
+from everstep.commit.peer_copies import HeldLogCopies, LogCopy, merge_runs, run_of
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
-from everstep.keeper.held.peer_stores import PeerLogStore
-from everstep.keeper.ship import peer_senders
+from everstep.keeper.held.peer_log_store import PeerLogStore
+from everstep.keeper.ship import log_sender, transfer
 from everstep.restore.fetch.peer_log import pack_steps, unpack_steps
 from tests.support.ranks.peer_logs import (
     LOG_BYTES,
@@ -85,6 +85,29 @@ def test_what_a_peer_has_fills_what_a_log_lacks() -> None:
     assert merge_runs([own], [other]) == (own,), "what a rank has itself counts"
 
 
+def copy(source: int, *steps: int, size: int = 10, record: str = "r") -> LogCopy:
+    return LogCopy(source, record, run_of(heads(*steps)), size)
+
+
+def test_steps_go_when_a_newer_base_is_whole_with_all_peers() -> None:
+    shelf = HeldLogCopies(100)
+    for one in (copy(1, 3, 4), copy(1, 5, 6), copy(2, 3, 4), copy(3, 3, 4)):
+        shelf.take(one)
+    gone = shelf.passed(BaseId(1, 5), there=[1], sources=[1, 2])
+    assert [(one.source, one.run.last) for one in gone] == [(1, 4), (3, 4)]
+    left = [(one.source, one.run.last) for one in shelf.copies]
+    assert left == [(1, 6), (2, 4)], "of rank 2 the base is not here: its log is all there is"
+    assert [one.source for one in shelf.passed(BaseId(2, 1), [1, 2], [1, 2])] == [1, 2]
+
+
+def test_another_start_with_the_same_number_takes_its_place() -> None:
+    shelf = HeldLogCopies(100)
+    shelf.take(copy(1, 3, record="old"))
+    shelf.take(copy(2, 3, record="old"))
+    assert shelf.drop_other_timeline(1, 1, "old") == []
+    assert [one.source for one in shelf.drop_other_timeline(1, 1, "new")] == [1]
+
+
 # --- Steps as one piece of memory --------------------------------------------------------
 
 
@@ -130,7 +153,7 @@ def test_each_step_ends_in_the_memory_of_the_next_node() -> None:
         [((rank - 1) % 3, [1, 2, 3])] for rank in range(3)
     ]
     assert not any(ring.notices)
-    assert all(one.log is not None and one.log.stats.sent == 3 for one in ring.ranks)
+    assert all(one.log is not None and one.log.stats.step == 3 for one in ring.ranks)
 
 
 def test_steps_stay_until_a_base_is_whole_with_all_peers() -> None:
@@ -158,7 +181,7 @@ def test_steps_stay_until_a_base_is_whole_with_all_peers() -> None:
 def test_steps_that_are_lost_on_the_way_are_sent_again(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_senders, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 500)
     rng = random.Random(seed)
     ring = LogRing("ab", timeout_s=300.0)
     ring.lost = lambda sender, to, message: rng.random() < 0.3
@@ -285,7 +308,7 @@ def test_a_peer_that_says_nothing_is_named() -> None:
 
 
 def test_the_pace_is_kept_for_the_log_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_senders, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
     ring = LogRing("ab", log_rate=1000.0, size=3000)
     ring.train(1)
 
@@ -303,7 +326,7 @@ def test_the_pace_is_kept_for_the_log_too(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_slow_peer_is_not_buried_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part takes longer than an answer is waited for: nothing is sent twice because of it, and
     how far the peer is, is said."""
-    monkeypatch.setattr(peer_senders, "CHUNK_BYTES", 30_000)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 30_000)
 
     class Slow(LogRing, SlowRing):
         """Three seconds for a part."""
@@ -314,10 +337,10 @@ def test_a_slow_peer_is_not_buried_in_steps(monkeypatch: pytest.MonkeyPatch) -> 
         ring.run(5.0, tick_s=0.5)
     sender = ring.ranks[0].log
     assert sender is not None
-    assert sender.stats.sent < 4, "behind training, which goes on"
+    assert (sender.stats.step or 0) < 4, "behind training, which goes on"
     ring.run(60.0, tick_s=0.5)
     assert ring.logs(1) == [(0, [1, 2, 3, 4])]
-    assert (sender.stats.sent, sender.stats.missed) == (4, 0)
+    assert (sender.stats.step, sender.stats.missed) == (4, 0)
     assert ring.most_on_way_bytes <= 140_000, "four parts, and questions"
     assert ring.arrived_bytes <= 1.2 * sender.stats.sent_bytes, "hardly anything is sent twice"
     assert not ring.notices[0]
@@ -361,18 +384,6 @@ def test_parts_of_steps_count_only_in_their_order() -> None:
     assert store.held == {1: 2}
 
 
-def test_steps_go_when_a_newer_base_is_whole_with_all_peers() -> None:
-    store = store_of()
-    for first, last in ((1, 2), (3, 4)):
-        assert put(store, first, last).state == "whole"
-    store.passed(BaseId(1, 3), there=[])
-    assert len(store.whole()[0]) == 2, "the base is not here: its log is all there is"
-    store.passed(BaseId(1, 3), there=[1])
-    assert [log.steps.run.last for log, _ in store.whole()[0]] == [4]
-    store.passed(BaseId(2, 1), there=[1])
-    assert store.whole()[0] == []
-
-
 def test_steps_that_are_there_are_not_taken_twice() -> None:
     store = store_of()
     assert put(store, 1, 3).state == "whole"
@@ -381,12 +392,12 @@ def test_steps_that_are_there_are_not_taken_twice() -> None:
     assert store.held == {1: 4}
 
 
-def test_steps_of_another_start_with_the_same_number_are_refused() -> None:
+def test_steps_of_another_start_take_the_place_of_those_of_the_same_number() -> None:
     store = store_of()
     assert put(store, 1, 3).state == "whole"
-    assert put(store, 2, 2, session="another start").state == "refused"
+    assert put(store, 2, 2, session="another start").state == "whole"
     ((log, _),) = store.whole()[0]
-    assert log.record == record_of(1).encode()
+    assert log.record == record_of(1, "another start").encode()
 
 
 def test_other_steps_than_were_announced_are_refused() -> None:
@@ -428,7 +439,7 @@ def test_the_announced_bound_is_never_passed() -> None:
 def test_internal_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is wrong with a batch is told, and the next one is tried."""
     ring = LogRing("ab")
-    monkeypatch.setattr(peer_senders, "pack_steps", _refuse)
+    monkeypatch.setattr(log_sender, "pack_steps", _refuse)
     ring.train(1)
     ring.run()
     assert "refused" in str(ring.notices[0])

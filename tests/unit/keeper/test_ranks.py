@@ -9,21 +9,25 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.job.member import (
-    BasesSeen,
-    Delete,
+from everstep.commit.base_commit import (
+    CheckFence,
+    FenceSeen,
     GatherMarkers,
-    LookAtBases,
     ManifestDurable,
     MarkersSeen,
+    WriteFiles,
+    WriteManifest,
+    WriteMarker,
+)
+from everstep.commit.job.actions import (
+    BasesSeen,
+    Delete,
+    LookAtBases,
     Perform,
     ReadBack,
     ReadBackDone,
     Withdraw,
     Withdrawn,
-    WriteFiles,
-    WriteManifest,
-    WriteMarker,
 )
 from everstep.commit.job.offers import Choice, Offer, choose
 from everstep.commit.lineage import BaseId
@@ -77,7 +81,7 @@ def fs() -> SimFileSystem:
     return fs
 
 
-def disk(fs: SimFileSystem, rank: int = 0, *, timeline: int = 1) -> RankDisk:
+def disk(fs: SimFileSystem, rank: int = 0, *, fence: Fence | None = None) -> RankDisk:
     def write(base: BaseId) -> tuple[FileRecord, ...]:
         directory = base_dir(RUN, base.timeline, base.step)
         ensure_dirs(fs, directory)
@@ -89,11 +93,11 @@ def disk(fs: SimFileSystem, rank: int = 0, *, timeline: int = 1) -> RankDisk:
         return "" if str(path) in fs.paths() else "it is gone"
 
     files: Any = SimpleNamespace(write_shards=write, read_shards=read)
-    return RankDisk(fs, RUN, rank, files, Fence(fs, RUN, timeline), unique=f"rank {rank}")
+    return RankDisk(fs, RUN, rank, files, unique=f"rank {rank}", fence=fence)
 
 
 def write_part(fs: SimFileSystem, rank: int = 0, base: BaseId = BASE) -> RankDisk:
-    one = disk(fs, rank, timeline=base.timeline)
+    one = disk(fs, rank)
     one.perform(Perform(base, WriteFiles()))
     one.perform(Perform(base, WriteMarker(marker(rank, base))))
     return one
@@ -125,7 +129,7 @@ def test_no_manifest_where_all_was_swept_away(fs: SimFileSystem, left: str) -> N
     """A process that wakes up behind a newer timeline makes nothing out of nothing."""
     one = write_part(fs)
     open_on_disk(fs, RUN, record(2), FRESH, "b")
-    disk(fs, timeline=2).sweep(spare=None)
+    disk(fs).sweep(2, spare=None)
     if left == "the directory":
         fs.make_dir(base_dir(RUN, 1, 10))
     with pytest.raises(FencedError, match="timeline 2 has taken the run over"):
@@ -137,7 +141,7 @@ def test_sweeping_spares_what_the_timeline_began_with(fs: SimFileSystem) -> None
     write_part(fs)
     write_part(fs, base=BaseId(1, 20))
     open_on_disk(fs, RUN, record(2), FRESH, "b")
-    disk(fs, timeline=2).sweep(spare=BaseId(1, 20))
+    disk(fs).sweep(2, spare=BaseId(1, 20))
     assert [found.id for found in scan_run(fs, RUN).bases] == [BaseId(1, 20)]
 
 
@@ -145,27 +149,26 @@ def test_sweeping_spares_what_is_committed_or_of_this_timeline(fs: SimFileSystem
     write_part(fs).perform(Perform(BASE, WriteManifest(manifest())))
     open_on_disk(fs, RUN, record(2), FRESH, "b")
     write_part(fs, base=BaseId(2, 20))
-    disk(fs, timeline=2).sweep(spare=None)
+    disk(fs).sweep(2, spare=None)
     assert [found.id for found in scan_run(fs, RUN).bases] == [BASE, BaseId(2, 20)]
 
 
 def test_who_is_fenced_off_sweeps_nothing(fs: SimFileSystem) -> None:
-    write_part(fs)
     open_on_disk(fs, RUN, record(2), FRESH, "b")
-    one = disk(fs, timeline=2)
+    write_part(fs)
     open_on_disk(fs, RUN, record(3), FRESH, "c")
     with pytest.raises(FencedError):
-        one.sweep(spare=None)
+        disk(fs).sweep(2, spare=None)
     assert [found.id for found in scan_run(fs, RUN).bases] == [BASE]
 
 
 def test_what_a_newer_timeline_deleted_is_not_called_damaged(fs: SimFileSystem) -> None:
+    """The answer names the timeline, by which the rank knows that it is fenced off."""
     one = write_part(fs)
     assert one.perform(Perform(BASE, ReadBack())) == ReadBackDone()
     open_on_disk(fs, RUN, record(2), FRESH, "b")
-    disk(fs, timeline=2).sweep(spare=None)
-    with pytest.raises(FencedError, match="timeline 2 has taken the run over"):
-        one.perform(Perform(BASE, ReadBack()))
+    disk(fs).sweep(2, spare=None)
+    assert one.perform(Perform(BASE, ReadBack())) == ReadBackDone("it is gone", newest=2)
 
 
 def test_what_is_offered_is_durable(fs: SimFileSystem) -> None:
@@ -225,8 +228,7 @@ def test_a_timeline_belongs_to_whoever_was_first(fs: SimFileSystem) -> None:
     assert open_on_disk(fs, RUN, record(2, "one"), FRESH, "another rank of it")
     assert not open_on_disk(fs, RUN, record(2, "two"), FRESH, "two")
     assert newest_timeline(fs, RUN) == 2
-    with pytest.raises(FencedError):
-        disk(fs).perform(Perform(BASE, WriteFiles()))
+    assert disk(fs).perform(Perform(BASE, CheckFence())) == FenceSeen(2)
 
 
 @pytest.mark.parametrize("record_is", ["gone", "another's"])
@@ -236,15 +238,15 @@ def test_nothing_is_deleted_in_a_folder_that_was_put_back(
     """As it was once: the timeline is not there yet, or another job has opened its number."""
     write_part(fs)
     open_on_disk(fs, RUN, record(2, "one"), FRESH, "one")
-    one = disk(fs, timeline=2)
+    one = disk(fs, fence=Fence(fs, RUN, 2))
+    assert one.perform(Perform(BASE, Delete(CheckFence()))) == FenceSeen(2)
     fs.unlink(timeline_dir(RUN, 2) / TIMELINE_RECORD)
     if record_is == "another's":
         open_on_disk(fs, RUN, record(2, "two"), FRESH, "two")
+    assert one.perform(Perform(BASE, Delete(CheckFence()))) == FenceSeen(3)
     before = fs.paths()
     with pytest.raises(FencedError):
-        one.perform(Perform(BASE, Delete()))
-    with pytest.raises(FencedError):
-        one.sweep(spare=None)
+        one.sweep(2, spare=None)
     assert fs.paths() == before
 
 
@@ -254,7 +256,7 @@ def test_what_is_put_back_half_while_it_is_swept_stays(
     """The look at the base saw what had been copied by then, and the manifest comes last."""
     write_part(fs)
     open_on_disk(fs, RUN, record(2), FRESH, "one")
-    one = disk(fs, timeline=2)
+    one = disk(fs, fence=Fence(fs, RUN, 2))
     directory, sync_dir = base_dir(RUN, 1, 10), fs.sync_dir
 
     def put_back(path: PurePath) -> None:
@@ -265,7 +267,7 @@ def test_what_is_put_back_half_while_it_is_swept_stays(
 
     monkeypatch.setattr(fs, "sync_dir", put_back)
     with pytest.raises(FencedError):
-        one.sweep(spare=None)
+        one.sweep(2, spare=None)
     assert str(directory / shard_name(0)) in fs.paths()
 
 

@@ -18,9 +18,9 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import NEEDED_MAX
 from everstep.errors import DamageError
 from everstep.format.message_codec import Stored
-from everstep.keeper.held.peer_stores import PeerBaseStore, copy_memory_bytes
-from everstep.keeper.ship import peer_senders
-from everstep.keeper.ship.peer_senders import Pace
+from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
+from everstep.keeper.ship import transfer
+from everstep.keeper.ship.base_sender import Pace
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import check_files, files_over
 from tests.support.ranks.peering import BOUND_BYTES, Ring, SlowRing, bytes_of, piece, record_of
@@ -48,7 +48,7 @@ def test_each_base_ends_in_the_memory_of_the_next_node() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_is_lost_is_sent_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_senders, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
     rng = random.Random(seed)
     ring = Ring("ab", bytes_per_s=1e6, timeout_s=300.0)
     ring.lost = lambda sender, to, message: rng.random() < 0.3
@@ -194,6 +194,7 @@ def test_a_keeper_that_was_replaced_gets_the_next_base() -> None:
     ring.run(5000.0, tick_s=50.0)
     assert ring.held(1) == [(0, 20)]
     assert "keeper was replaced" in str(ring.notices[0])
+    assert ring.ranks[0].bases.stats.failed == 1
 
 
 def test_a_peer_that_says_nothing_is_named_and_the_next_base_is_tried() -> None:
@@ -230,7 +231,7 @@ def test_a_slow_peer_is_not_buried(part_s: float, monkeypatch: pytest.MonkeyPatc
     """It takes bytes, but longer for a part than an answer is waited for. What is on its way to it
     keeps to what may be unanswered, every byte gets there, and a base that has no time is counted
     and said; the other direction is as fast as ever."""
-    monkeypatch.setattr(peer_senders, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 50_000)
     ring = SlowRing("ab", to=1, bytes_per_s=50_000 / part_s)
     bases = [BaseId(1, step) for step in (10, 20, 30)]
     for base in bases:
@@ -240,7 +241,7 @@ def test_a_slow_peer_is_not_buried(part_s: float, monkeypatch: pytest.MonkeyPatc
     assert ring.most_on_way_bytes <= 220_000, "four parts, and questions"
     stats = ring.ranks[0].bases.stats
     assert ring.held(1) == [(0, 30)]
-    assert (stats.sent, stats.missed) == (2, 1)
+    assert (stats.sent, stats.missed, stats.failed) == (2, 1, 0)
     (notice,) = ring.notices[0]
     assert "still being sent while the next one is already durable" in str(notice)
     assert ring.arrived_bytes <= 1.2 * stats.sent_bytes, "hardly anything is sent twice"
@@ -249,7 +250,7 @@ def test_a_slow_peer_is_not_buried(part_s: float, monkeypatch: pytest.MonkeyPatc
 def test_a_peer_that_stands_still_for_a_while_is_not_buried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peer_senders, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 50_000)
     ring = SlowRing("ab", to=1, bytes_per_s=25_000.0, timeout_s=120.0)
     ring.take(A, size_bytes=1_000_000)
     ring.run(10.0)

@@ -14,7 +14,7 @@ import pytest
 import everstep
 from everstep import LogOptions
 from everstep.format.names import TIMELINE_RECORD, marker_name, parse_shard
-from everstep.keeper.ship.courier import CopyPlace
+from everstep.keeper.ship.place import CopyPlace
 from everstep.run import segments
 from everstep.run.folder import open_timeline
 from everstep.run.scan import Inventory, scan_run

@@ -893,7 +893,7 @@ def test_a_bug_in_the_writer_ends_one_base_only(b: Bench, monkeypatch: pytest.Mo
     one.take(1, 5)
     one.await_("done")
     (failed,) = one.hear("failed")
-    assert "FailpointError" in failed["error"]["fields"]["message"]
+    assert "FailpointError" in failed["error"]["message"]
     assert len(one.hear("error")) == 1
     one.take(2, 6)
     b.until(lambda: len(one.hear("done")) == 2)
@@ -946,7 +946,7 @@ def test_a_bug_behind_a_save_does_not_end_the_writer(
         one.await_("done")
     assert len(one.hear("durable")) == 1
     b.until(lambda: bool(one.hear("error")))
-    assert "internal error after a save" in one.hear("error")[0]["error"]["fields"]["message"]
+    assert "internal error after a save" in one.hear("error")[0]["error"]["message"]
     one.take(2, 6)
     b.until(lambda: len(one.hear("done")) == 2)
     assert b.committed() == {(1, 5), (1, 6)}

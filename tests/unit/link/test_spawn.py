@@ -80,22 +80,22 @@ def log_of(key: str = KEY) -> Path:
     )
 )
 def test_options_survive_the_command_line(options: SpawnOptions) -> None:
-    assert SpawnOptions.parse([options.argument()]) == options
+    assert SpawnOptions.parse(options.arguments()) == options
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         [],
-        ["x"],
-        ['{"run": "/a", "run_id": "b"}'],
-        [OPTIONS.argument().replace("null", '"x"')],
-        [OPTIONS.argument(), "y"],
+        ["--run=/a", "--run-id=b"],
+        [*OPTIONS.arguments(), "--cores=x"],
+        [*OPTIONS.arguments(), "y"],
     ],
 )
-def test_arguments_that_are_none(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match="a Checkpointer starts this process"):
+def test_arguments_that_are_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
         SpawnOptions.parse(arguments)
+    assert "usage: python -m everstep.keeper" in capsys.readouterr().err
 
 
 # --- What a keeper is born into ---------------------------------------------------------
@@ -365,6 +365,25 @@ def wait_for_the_second() -> None:
     while "another keeper" not in log_of().read_text():
         ask()
         assert time.monotonic() < deadline_s
+
+
+def test_a_log_that_is_deleted_while_it_is_being_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the exclusive lock and the shared one somebody may come and clear it away."""
+    files = keeper_files(KEY)
+    real, calls = spawn.LockedFile.share, []
+
+    def share(self: Any, timeout_s: float) -> bool:
+        calls.append(self)
+        if len(calls) == 1:
+            Path(files.log).unlink()
+        return real(self, timeout_s)
+
+    monkeypatch.setattr(spawn.LockedFile, "share", share)
+    log = spawn._open_log(files)
+    assert len(calls) == 2
+    assert log.is_current
+    assert lock_file(files.log) is None
+    log.release()
 
 
 def test_a_log_that_somebody_holds(monkeypatch: pytest.MonkeyPatch) -> None:

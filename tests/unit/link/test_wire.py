@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -137,6 +138,7 @@ def test_damaged_messages_are_a_message_or_an_error(message: dict[str, Any], dat
         msgpack.packb({1: 2}),
         msgpack.packb({"a": 1}) + b"\0",
         msgpack.packb({"a": 1})[:-1],
+        msgpack.packb({"a": msgpack.ExtType(5, b"x")}),
         b"\x81\xa1a\x81\x90\x01",  # a list as a key
         b"\x91" * 5000,
         b"\xdf\xff\xff\xff\xff",
@@ -148,6 +150,23 @@ def test_damaged_messages_are_a_message_or_an_error(message: dict[str, Any], dat
 def test_no_messages(body: bytes) -> None:
     with pytest.raises(KeeperError, match="a message is not"):
         decode_message(body)
+
+
+def test_lists_that_claim_to_be_long_take_no_memory() -> None:
+    """A thousand nested lists, each of which claims to have as many items as are allowed."""
+    body = b"\x81\xa1a" + b"\xdd\x00\x0f\xff\xff" * 500 + bytes(1 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(KeeperError):
+        decode_message(body)
+    grown_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert grown_bytes < 256 << 20
+
+
+def test_lists_that_really_are_too_long_are_refused() -> None:
+    zeros = [0] * (1 << 20)
+    assert decode_message(encode_message({"a": zeros})[4:]) == {"a": zeros}
+    with pytest.raises(KeeperError, match="exceeds max_array_len"):
+        decode_message(encode_message({"a": [*zeros, 0]})[4:])
 
 
 def test_messages_that_are_too_large_are_not_sent(
@@ -644,10 +663,22 @@ def test_unknown_exceptions_are_internal_errors() -> None:
 
 def test_fields_that_msgpack_has_no_form_for() -> None:
     error = EverstepError("x", step=np.int64(7))  # type: ignore[arg-type]
-    error.odd = {"path": Path("/p")}  # type: ignore[attr-defined]
+    error.odd = {"path": Path("/p"), 2: 1 << 70}  # type: ignore[attr-defined]
     back = error_from_wire(decode_message(encode_message(error_to_wire(error))[4:]))
     assert back.step == 7
-    assert back.odd == {"path": "/p"}  # type: ignore[attr-defined]
+    assert back.odd == {"path": "/p", "2": str(1 << 70)}  # type: ignore[attr-defined]
+
+
+@given(fields=st.dictionaries(st.sampled_from(
+    ["error", "message", "step", "path", "hint", "fields", "args", "__class__", "entry", "leaves",
+     "__notes__", "add_note", "not a name", ""]
+) | st.integers(0, 3), values | st.sampled_from([*errors.__all__]), max_size=6))  # fmt: skip
+def test_whatever_comes_is_an_error_in_words(fields: dict[Any, Any]) -> None:
+    error = error_from_wire(fields)
+    assert isinstance(error, EverstepError)
+    assert isinstance(str(error), str)
+    assert callable(error.fields)
+    assert isinstance(error.message, str)
 
 
 # --- Imports ----------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.commit.job.offers import OFFERS
-from everstep.format.message_codec import encode
+from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.format.reader import read_record_bytes
 from everstep.restore.fetch import files_ahead
 from everstep.restore.fetch.files_ahead import FilesAhead
@@ -168,8 +167,8 @@ def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
     def fetch(
         meeting: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any
     ) -> FetchResult:
-        said = say("fetch", {"offer": encode(offer)})
-        offers = [OFFERS.decode(one["offer"]) for one in said]
+        said = say("fetch", {"offer": encode_offer(offer)})
+        offers = [decode_offer(one["offer"]) for one in said]
         more["extras"].planned(fetch_plan(offers, [], about[1], None)[1])
         assert shared or begun.wait(DEADLINE_S), "nothing is read meanwhile"
         say("have fetched", {})

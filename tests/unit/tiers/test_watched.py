@@ -17,7 +17,6 @@ from everstep.testing.conformance import CHECKS, Check, Place
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.watched import WatchedTier
-from tests.support.copying import served_timeline
 from tests.support.following import until
 from tests.support.ranks.peer_logs import Log
 from tests.support.world import Gate, HookedFileSystem
@@ -64,10 +63,10 @@ def test_a_place_that_hangs_is_told_of_once_and_not_waited_for(
     told = [dataclasses.asdict(TierOptions(str(place)))]
     seams = Seams(filesystem=filesystem, clock=clock)
     identity = ShardIdentity("0" * 32, 1, 0, 0, 0, 1, True)
-    couriers = Couriers(seams, PurePath(run_folder))
-    log = Log().store
-    couriers.serve(served_timeline(told, identity, log, posted.append, timeout_s=30.0))
+    couriers = Couriers(seams, PurePath(run_folder), identity, posted.append, timeout_s=30.0)
+    couriers.start(told, Log().store)
     try:
+        couriers.base_durable()
         assert gate.reached.wait(30)
         clock.advance(599.0)
         assert couriers.finish(), "it may take as long as that"

@@ -4,8 +4,10 @@ They run in the keepers (commits) and in the trainers (agreement at a start). Re
 
 ``cluster``      ranks, and which of them share a disk
 ``messages``     messages between ranks, and their encoding
-``member``       commits of one rank in a timeline: actions, events, reports
+``actions``      actions, events and reports of the commit protocol
+``member``       commits of one rank in a timeline
 ``coordinator``  rank 0: watermark and retention for all ranks
 ``offers``       inventories of the ranks at a start, and the choice of what to restore
+``offer_codec``  their encoding
 ``agreement``    start of a job: all ranks restore the same state
 """

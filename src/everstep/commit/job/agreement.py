@@ -21,29 +21,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.member import Send
 from everstep.commit.job.messages import Answer, Command, Message
-from everstep.commit.job.offers import (
-    CHOICES,
-    OFFERS,
-    Choice,
-    Needs,
-    Offer,
-    Source,
-    all_ranks,
-    choose,
+from everstep.commit.job.offer_codec import (
+    decode_choice,
+    decode_offer,
+    encode_choice,
+    encode_offer,
 )
+from everstep.commit.job.offers import Choice, Needs, Offer, Source, all_ranks, choose
 from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
-from everstep.format.message_codec import Decoder, encode
+from everstep.format.message_codec import Decoder, Stored, encode
 from everstep.format.records import TimelineRecord
 from everstep.state.layout.replica_digest import ReplicaDigest, describe_mismatch
 
 
 @dataclass(frozen=True, slots=True)
 class TakeInventory:
-    """List all bases and logs that this rank can read; answer with its :class:`Offer`.
+    """List all bases and logs that this rank can read; answer with :class:`InventorySeen`.
 
     Attributes:
         relaid: include logs of the same number of ranks with another layout.
@@ -72,9 +69,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class OpenTimeline:
-    """Create ``record`` on this rank's disk, durably.
-
-    Answer with True, or with False if another start has taken its number.
+    """Create ``record`` on this rank's disk, durably; answer with :class:`Opened`.
 
     First come the run's record, and the records and manifests of ``choice`` that are missing there.
     Last, exclusively, comes ``record``, the fence.
@@ -118,6 +113,13 @@ class RanksSilent:
 
 
 @dataclass(frozen=True, slots=True)
+class InventorySeen:
+    """Inventory of this rank."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
 class Compared:
     """Entries that this rank would leave out.
 
@@ -151,14 +153,21 @@ class Restored:
     relaid: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Result of opening the timeline; ``ours`` is False if another start has taken its number."""
+
+    ours: bool
+
+
 _COMPARED = Decoder[Compared](Compared, "a comparison with a base")
 _RESTORED = Decoder[Restored](Restored, "the result of a restore")
-_OPENING = Decoder[tuple[Choice, TimelineRecord]](
-    tuple[Choice, TimelineRecord], "a timeline to open"
+_OPENING = Decoder[tuple[Stored[TimelineRecord], bytes]](
+    tuple[Stored[TimelineRecord], bytes], "a timeline to open"
 )
 
 AgreementOut = TakeInventory | Compare | Restore | OpenTimeline | Go | Refuse | RanksSilent | Send
-AgreementEvent = Offer | Compared | Restored | bool
+AgreementEvent = InventorySeen | Compared | Restored | Opened
 
 
 NO_WAY_BACK = (
@@ -261,9 +270,11 @@ class Agreement:
 
     def done(self, event: AgreementEvent) -> list[AgreementOut]:
         """Process the event that answers an action."""
-        if isinstance(event, bool):
-            return self._answer_command(b"ours" if event else b"")
-        return self._answer_command(encode(event))
+        if isinstance(event, InventorySeen):
+            return self._answer_command(encode_offer(event.offer))
+        if isinstance(event, Compared | Restored):
+            return self._answer_command(encode(event))
+        return self._answer_command(b"ours" if event.ours else b"")
 
     def tick(self, now_s: float) -> list[AgreementOut]:
         """Advance the clock: rank 0 repeats unanswered commands and reports silent ranks."""
@@ -296,16 +307,16 @@ class Agreement:
             flags = command.payload.split()
             return [TakeInventory(_RELAID in flags, _PARTLY in flags)]
         if command.phase == "compare":
-            return [Compare(CHOICES.decode(command.payload))]
+            return [Compare(decode_choice(command.payload))]
         if command.phase == "restore":
-            return [Restore(CHOICES.decode(command.payload))]
+            return [Restore(decode_choice(command.payload))]
         if command.phase == "open":
-            choice, record = _OPENING.decode(command.payload)
+            choice, record = _split(command.payload)
             return [OpenTimeline(record, choice)]
         self.over = True
         said = self._answer_command(b"")
         if command.phase == "go":
-            choice, record = _OPENING.decode(command.payload)
+            choice, record = _split(command.payload)
             return [Go(record.timeline, choice, record.exact), *said]
         reason = command.payload.decode("utf-8", "replace")
         return [Refuse(reason, command.phase == "unlike"), *said]
@@ -378,15 +389,15 @@ class Agreement:
             self._refusal = str(error)
             return self._request_offers("offer")
         compares = self._compares and self._choice.base is not None
-        return self._lead("compare", encode(self._choice)) if compares else self._load()
+        return self._lead("compare", encode_choice(self._choice)) if compares else self._load()
 
     def _load(self) -> list[AgreementOut]:
         assert self._choice is not None
         self._loaded = self._loaded or self._choice.base is not None
-        return self._lead("restore", encode(self._choice))
+        return self._lead("restore", encode_choice(self._choice))
 
     def _decide(self, answers: Collection[bytes]) -> Choice:
-        offers = [self._without_ours(OFFERS.decode(answer)) for answer in answers]
+        offers = [self._without_ours(decode_offer(answer)) for answer in answers]
         choice = choose(
             offers,
             step=self._step,
@@ -464,7 +475,7 @@ class Agreement:
         record = self._record_of(choice, choice.timeline)
         self._choice = choice
         self._record = replace(record, exact=record.exact and self._exact)
-        return self._lead("open", encode((choice, self._record)))
+        return self._lead("open", _join(choice, self._record))
 
     def _on_opened(self, answers: Collection[bytes]) -> list[AgreementOut]:
         assert self._choice is not None
@@ -489,9 +500,18 @@ class Agreement:
         if any(number not in self._opened for number in _newer(answers, self._choice.timeline)):
             return self._request_offers("offer")
         assert self._record is not None
-        return self._lead("go", encode((self._choice, self._record)))
+        return self._lead("go", _join(self._choice, self._record))
 
 
 def _newer(answers: Collection[bytes], timeline: int) -> set[int]:
     """Return timelines newer than ``timeline``: another start of the job has overtaken this one."""
-    return {n for answer in answers for n in OFFERS.decode(answer).timelines if n > timeline}
+    return {n for answer in answers for n in decode_offer(answer).timelines if n > timeline}
+
+
+def _join(choice: Choice, record: TimelineRecord) -> bytes:
+    return encode((Stored(record), encode_choice(choice)))
+
+
+def _split(payload: bytes) -> tuple[Choice, TimelineRecord]:
+    stored, choice = _OPENING.decode(payload)
+    return decode_choice(choice), stored.record

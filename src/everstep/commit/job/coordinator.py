@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from everstep.commit.job.cluster import COORDINATOR, Cluster
-from everstep.commit.job.member import (
+from everstep.commit.job.actions import (
     BaseDamaged,
     BasesSeen,
-    Member,
     Out,
     Pace,
     Perform,
     ReadBack,
     Send,
 )
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.member import Member
 from everstep.commit.job.messages import (
     ManifestAck,
     ManifestNotice,
@@ -162,12 +162,12 @@ class Coordinator(Member):
             return []
         for done in [other for other in self._acknowledged if other <= base]:
             del self._acknowledged[done], self._sent[done]
-        self.watermark.advance(base)
+        out = self._advance(base)
         self._knows = {self.rank}
         self._held = {}
         self._to_delete = ()
         self._reading = None
-        return self._tell_watermark()
+        return out + self._tell_watermark()
 
     def _tell_watermark(self) -> list[Out]:
         notice = self._watermark_notice()

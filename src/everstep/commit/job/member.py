@@ -1,17 +1,14 @@
 """One rank in a timeline of several ranks, as a state machine without I/O.
 
-It commits each base of this rank, brings the manifest to every disk, and follows the watermark. The
-order of a commit is the guarantee (I5): durable files, then this rank's marker, then, once *all*
-markers are durable, the manifest. Of the ranks that share a disk, one leads: it writes the manifest
-there, and the others gather until they find it.
-
-Its driver performs each :class:`Perform` and reports the event with :meth:`Member.done`, sends each
-:class:`Send`, passes received messages to :meth:`Member.receive`, and calls :meth:`Member.tick`
-regularly. Messages may be lost, late, duplicated and reordered; only files count as durable.
+It takes each base of this rank through :class:`~everstep.commit.base_commit.BaseCommit`, brings the
+manifest to every disk, and follows the watermark. Its driver performs each :class:`Perform` and
+reports the event with :meth:`Member.done`, sends each :class:`Send`, passes received messages to
+:meth:`Member.receive`, and calls :meth:`Member.tick` regularly. Messages may be lost, late,
+duplicated and reordered; only files count as durable.
 
 Rank 0 coordinates (:mod:`everstep.commit.job.coordinator`). If it is lost, any rank requests the
-markers itself and writes the manifest, a pure function of them, to its own disk: captured bases
-become durable without rank 0, and only reclamation waits for the next start of the job.
+markers itself and writes the manifest to its own disk: captured bases become durable without rank
+0, and only reclamation waits for the next start of the job.
 """
 
 from __future__ import annotations
@@ -19,6 +16,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from everstep.commit.base_commit import Action as CommitAction
+from everstep.commit.base_commit import (
+    BaseCommit,
+    GatherMarkers,
+    MarkerDurable,
+    MarkersSeen,
+    Phase,
+    WriteMarker,
+)
+from everstep.commit.base_commit import Event as CommitEvent
+from everstep.commit.deletion import BaseDeletion, DeletionAction, DeletionEvent
+from everstep.commit.job.actions import (
+    BaseDurable,
+    BaseLate,
+    BasesSeen,
+    Delete,
+    Event,
+    Fenced,
+    GaveUp,
+    LookAtBases,
+    Out,
+    Pace,
+    Perform,
+    ReadBack,
+    ReadBackDone,
+    Send,
+    WatermarkMoved,
+    Withdraw,
+    Withdrawn,
+)
 from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.messages import (
     DiskProgress,
@@ -33,220 +60,20 @@ from everstep.commit.job.messages import (
     WatermarkAck,
     WatermarkNotice,
 )
-from everstep.commit.lineage import BaseId, Branch
+from everstep.commit.lineage import BaseId, fenced_error
 from everstep.commit.retention import Watermark
 from everstep.errors import FencedError
 from everstep.format.header import ShardIdentity
 from everstep.format.message_codec import Stored
-from everstep.format.records import FileRecord, Manifest, Marker, manifest_of
+from everstep.format.records import Manifest, Marker, manifest_of
 from everstep.state.layout.replica_digest import describe_mismatch
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Intervals and timeouts of a rank.
-
-    Attributes:
-        repeat_s: seconds between repetitions of an unanswered message.
-        take_over_s: seconds without a manifest after which a rank requests the markers itself.
-        late_s: seconds without a manifest after which a rank reports the missing ranks.
-    """
-
-    repeat_s: float = 1.0
-    take_over_s: float = 10.0
-    late_s: float = 120.0
-
-
-# Actions of a driver, and the events that answer them. The driver checks the fence before it writes
-# files or a manifest and before it deletes, and calls ``Member.fence_off`` if it is closed (I11).
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFiles:
-    """Write this rank's shards; answer with :class:`FilesDurable`."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriteMarker:
-    """Write this rank's marker; answer with :class:`MarkerDurable`."""
-
-    marker: Marker
-
-
-@dataclass(frozen=True, slots=True)
-class GatherMarkers:
-    """Read the markers that exist; answer with :class:`MarkersSeen`."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriteManifest:
-    """Write the manifest, which commits the base; answer with :class:`ManifestDurable`."""
-
-    manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw:
-    """Remove this rank's marker of the base durably, then its files; answer with
-    :class:`Withdrawn`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadBack:
-    """Read this rank's files of the base back; answer with :class:`ReadBackDone`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookAtBases:
-    """List the bases committed on this rank's disk; answer with :class:`BasesSeen`.
-
-    Attributes:
-        damaged: bases known to be damaged, from which nothing can be replayed.
-    """
-
-    damaged: tuple[BaseId, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """Delete the base in two steps (``adr/004``); answer with :class:`Deleted`."""
-
-
-CommitAction = WriteFiles | WriteMarker | GatherMarkers | WriteManifest
-
-
-@dataclass(frozen=True, slots=True)
-class Perform:
-    """Perform an action for a base, then report its event with :meth:`Member.done`."""
-
-    base: BaseId
-    action: CommitAction | Delete | Withdraw | ReadBack | LookAtBases
-
-
-@dataclass(frozen=True, slots=True)
-class FilesDurable:
-    """This rank's shards are durable under their final names."""
-
-    files: tuple[FileRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MarkerDurable:
-    """This rank's marker is durable."""
-
-
-@dataclass(frozen=True, slots=True)
-class MarkersSeen:
-    """Markers found so far, by rank.
-
-    Attributes:
-        committed: the manifest is durable on this rank's disk, whichever rank wrote it.
-    """
-
-    markers: Mapping[int, Marker]
-    committed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestDurable:
-    """The manifest is durable."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    """The base is deleted from this rank's disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
-    """This rank's marker of the base is durably absent."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadBackDone:
-    """Result of a read-back; an empty ``problem`` means that the files are intact."""
-
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class BasesSeen:
-    """Bases committed on this rank's disk, and the forks of timelines.
-
-    Attributes:
-        needed: bases without which a logged step on this disk could not be replayed.
-    """
-
-    committed: tuple[BaseId, ...]
-    branches: Mapping[int, Branch]
-    needed: tuple[BaseId, ...] = ()
-
-
-CommitEvent = FilesDurable | MarkerDurable | MarkersSeen | ManifestDurable
-
-Event = CommitEvent | Deleted | Withdrawn | ReadBackDone | BasesSeen
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send ``message`` to ``rank``."""
-
-    rank: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class BaseDurable:
-    """``base`` is committed on this rank's disk, so the files of every rank are durable."""
-
-    base: BaseId
-
-
-@dataclass(frozen=True, slots=True)
-class GaveUp:
-    """``base`` will not exist, because a rank could not write its files."""
-
-    base: BaseId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class BaseLate:
-    """``base`` still waits for the markers of the ``missing`` ranks; report it."""
-
-    base: BaseId
-    missing: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BaseDamaged:
-    """``base`` was committed, and ``rank`` found it damaged; report it."""
-
-    base: BaseId
-    rank: int
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fenced:
-    """A newer timeline has begun: this rank no longer commits or deletes."""
-
-    error: FencedError
-
-
-Out = Perform | Send | BaseDurable | GaveUp | BaseLate | BaseDamaged | Fenced
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """State of the base that is being committed.
+    """State of the base that is being committed."""
 
-    Attributes:
-        leads: this rank writes the manifest on its disk.
-    """
-
-    identity: ShardIdentity
-    leads: bool
+    commit: BaseCommit
     markers: dict[int, Marker] = field(default_factory=dict)
     own: Marker | None = None
     waiting: bool = False  # for markers or manifest; no action is in progress
@@ -255,10 +82,6 @@ class _InFlight:
     reported_late: bool = False
     progress_s: dict[int, float] = field(default_factory=dict)  # last progress of a rank's disk
     given_up: str | None = None
-
-    @property
-    def base(self) -> BaseId:
-        return BaseId(self.identity.timeline, self.identity.step)
 
 
 class Member:
@@ -296,7 +119,7 @@ class Member:
         self._early: dict[BaseId, dict[int, Marker]] = {}
         self._manifests: dict[BaseId, Manifest] = {}
         self._given_up: dict[BaseId, str] = {}
-        self._deletions: list[BaseId] = []
+        self._deletions: list[BaseDeletion] = []
         self._damaged_elsewhere: tuple[BaseId, ...] = ()  # bases that ranks cannot read
         self._moving = set[int]()  # ranks whose disks made progress since the last tick
 
@@ -346,31 +169,10 @@ class Member:
         """Process the event that answers an action."""
         if self.fenced:
             return []
-        if isinstance(event, ReadBackDone):
-            return self._on_read_back(base, event.problem)
-        if isinstance(event, BasesSeen):
-            return self._on_bases(event)
-        if isinstance(event, Deleted):
-            self._deletions.remove(base)
-            return self._go_on_deleting()
-        flight = self._flight
-        if flight is None or flight.base != base:
-            return []
-        if isinstance(event, Withdrawn):
-            return self._give_up(base, flight.given_up or "")
-        if flight.given_up is not None:
-            # Another rank gave the base up while an action was in progress here.
-            return [Perform(base, Withdraw())]
-        if isinstance(event, FilesDurable):
-            flight.own = Marker.of(flight.identity, event.files)
-            return [Perform(base, WriteMarker(flight.own))]
-        if isinstance(event, MarkerDurable):
-            return self._on_marked(flight)
-        if isinstance(event, MarkersSeen):
-            flight.markers |= event.markers
-        if isinstance(event, ManifestDurable) or event.committed:
-            return self._committed(flight)
-        return self._gathered(flight)
+        try:
+            return self._done(base, event)
+        except FencedError as error:
+            return self.fence_off(error)
 
     def fence_off(self, error: FencedError) -> list[Out]:
         """Stop, because the driver has found a newer timeline."""
@@ -387,7 +189,7 @@ class Member:
         this: the other ranks then wait, and report this rank as late.
         """
         flight = self._flight
-        if self.fenced or flight is None or flight.base != base:
+        if self.fenced or flight is None or flight.commit.base != base:
             return []
         others = self.cluster.others(self.rank)
         return [
@@ -422,7 +224,7 @@ class Member:
         self._moving = set()
         if self.fenced or flight is None or not flight.waiting:
             return []
-        base = flight.base
+        base = flight.commit.base
         flight.progress_s |= dict.fromkeys(moving, now_s)
         if flight.since_s is None:
             flight.since_s = flight.repeated_s = now_s
@@ -448,34 +250,82 @@ class Member:
     def _begin(self) -> list[Out]:
         if self._flight is not None or not self._queue:
             return []
-        self._flight = flight = _InFlight(self._queue.pop(0), self.leads)
-        base = flight.base
-        flight.markers |= self._early.pop(base, {})
-        self._early = {other: found for other, found in self._early.items() if other > base}
-        if base in self._given_up:
-            return self._give_up(base, self._given_up[base])
-        return [Perform(base, WriteFiles())]
+        commit = BaseCommit(self._queue.pop(0), leads=self.leads)
+        self._flight = _InFlight(commit, self._early.pop(commit.base, {}))
+        self._early = {base: found for base, found in self._early.items() if base > commit.base}
+        if commit.base in self._given_up:
+            return self._give_up(commit.base, self._given_up[commit.base])
+        return [Perform(commit.base, commit.start())]
 
-    def _on_marked(self, flight: _InFlight) -> list[Out]:
-        assert flight.own is not None
-        flight.markers[self.rank] = flight.own
-        # Rank 0 collects the markers; its own goes to the ranks that may take over.
-        to = self.cluster.leaders if self.rank == COORDINATOR else (COORDINATOR,)
-        own = MarkerNotice(Stored(flight.own))
-        # Look at once: ranks that share this disk may already have written the manifest.
-        return [
-            *(Send(rank, own) for rank in to if rank != self.rank),
-            Perform(flight.base, GatherMarkers()),
-        ]
+    def _done(self, base: BaseId, event: Event) -> list[Out]:
+        if isinstance(event, ReadBackDone):
+            return self._on_read_back_done(base, event)
+        if isinstance(event, BasesSeen):
+            return self._on_bases(event)
+        if isinstance(event, DeletionEvent):
+            deletion = self._deletions[0] if self._deletions else None
+            if deletion is not None and deletion.base == base:
+                return self._go_on_deleting(deletion, deletion.on(event))
+        flight = self._flight
+        if flight is None or flight.commit.base != base:
+            return []
+        return self._continue_commit(flight, event)
 
-    def _gathered(self, flight: _InFlight) -> list[Out]:
-        """Write the manifest if all markers are there and this rank leads; else wait."""
-        manifest = manifest_of(flight.markers)
-        flight.waiting = manifest is None or not flight.leads
-        if manifest is not None:
-            return [Perform(flight.base, WriteManifest(manifest))] if flight.leads else []
-        why = describe_disagreement(self.cluster.world, flight.markers)
-        return self._end(flight, why) if why else []
+    def _on_read_back_done(self, base: BaseId, event: ReadBackDone) -> list[Out]:
+        # A newer timeline may have deleted the base: that is no damage.
+        if event.newest > self.timeline:
+            raise fenced_error(
+                self.timeline,
+                event.newest,
+                f"{base} was deleted",
+                step=base.step,
+                rank=self.rank,
+            )
+        return self._on_read_back(base, event.problem)
+
+    def _continue_commit(self, flight: _InFlight, event: Event) -> list[Out]:
+        base = flight.commit.base
+        if isinstance(event, Withdrawn):
+            return self._give_up(base, flight.given_up or "")
+        if flight.given_up is not None:
+            # Another rank gave the base up while an action was in progress here.
+            return [Perform(base, Withdraw())]
+        if isinstance(event, MarkersSeen):
+            flight.markers |= event.markers
+            event = MarkersSeen(flight.markers, event.committed)
+        assert isinstance(event, CommitEvent)
+        if isinstance(event, MarkerDurable):
+            assert flight.own is not None
+            flight.markers[self.rank] = flight.own
+        new_marker = isinstance(event, MarkerDurable)
+        return self._go_on(flight, flight.commit.on(event), new_marker=new_marker)
+
+    def _go_on(
+        self, flight: _InFlight, action: CommitAction | None, *, new_marker: bool = False
+    ) -> list[Out]:
+        if action is None:
+            return self._committed(flight)
+        flight.waiting = isinstance(action, GatherMarkers)
+        if (
+            flight.waiting
+            and not new_marker
+            and (why := describe_disagreement(self.cluster.world, flight.markers))
+        ):
+            return self._end(flight, why)
+        if not flight.waiting:
+            if isinstance(action, WriteMarker):
+                flight.own = action.marker
+            return [Perform(flight.commit.base, action)]
+        out: list[Out] = []
+        if new_marker and flight.own is not None:
+            # Rank 0 collects the markers; its own goes to the ranks that may take over.
+            to = self.cluster.leaders if self.rank == COORDINATOR else (COORDINATOR,)
+            own = MarkerNotice(Stored(flight.own))
+            out += [Send(rank, own) for rank in to if rank != self.rank]
+        if new_marker:  # ranks that share this disk may already have written the manifest
+            flight.waiting = False
+            out.append(Perform(flight.commit.base, action))
+        return out
 
     def _end(self, flight: _InFlight, why: str) -> list[Out]:
         """Give up a base whose markers are all there and contradict each other.
@@ -484,15 +334,20 @@ class Member:
         """
         flight.waiting = False
         flight.given_up = why
-        base = flight.base
+        base = flight.commit.base
         others = self.cluster.others(self.rank)
         return [
             *(Send(rank, GiveUpNotice(base, why)) for rank in others),
             Perform(base, Withdraw()),
         ]
 
+    def _feed(self, flight: _InFlight) -> list[Out]:
+        """Continue after markers have arrived by message."""
+        flight.waiting = False
+        return self._go_on(flight, flight.commit.on(MarkersSeen(flight.markers)))
+
     def _committed(self, flight: _InFlight) -> list[Out]:
-        base = flight.base
+        base = flight.commit.base
         manifest = manifest_of(flight.markers)
         assert manifest is not None, "committed with a marker missing"
         self._manifests[base] = manifest
@@ -506,14 +361,13 @@ class Member:
         return [Send(COORDINATOR, ManifestAck(base))] if self.leads else []
 
     def _repeat(self, flight: _InFlight, *, taking_over: bool) -> list[Out]:
-        base = flight.base
+        base = flight.commit.base
         out = []
         if flight.own is not None and self.rank != COORDINATOR:
             out.append(Send(COORDINATOR, MarkerNotice(Stored(flight.own))))
         if taking_over or self.rank == COORDINATOR:
             if taking_over:
-                # The manifest is a pure function of the markers: any rank may write it.
-                flight.leads = True
+                flight.commit.take_over()
             out += [
                 Send(rank, MarkersRequest(base))
                 for rank in self.cluster.others(self.rank)
@@ -531,12 +385,12 @@ class Member:
         if why := self._never(base):
             return self._refuse(base, why)
         flight = self._flight
-        if flight is None or flight.base != base:
+        if flight is None or flight.commit.base != base:
             if base.timeline == self.timeline and base not in self._given_up:
                 self._early.setdefault(base, {})[sender] = marker
             return []
         flight.markers[sender] = marker
-        return self._gathered(flight) if flight.waiting else []
+        return self._feed(flight) if flight.waiting else []
 
     def _on_wanted(self, sender: int, base: BaseId) -> list[Out]:
         if answer := self._known(base):
@@ -544,7 +398,7 @@ class Member:
         if why := self._never(base):
             return self._refuse(base, why)
         flight = self._flight
-        if flight is not None and flight.base == base and self.rank in flight.markers:
+        if flight is not None and flight.commit.base == base and self.rank in flight.markers:
             return [Send(sender, MarkerNotice(Stored(flight.markers[self.rank])))]
         return []
 
@@ -585,23 +439,23 @@ class Member:
         if base in self._manifests:
             return self._tell_committed(base, self._manifests[base])
         flight = self._flight
-        if flight is None or flight.base != base or flight.own is None:
+        if flight is None or flight.commit.base != base or flight.own is None:
             return []
         flight.markers |= {marker.rank: marker for marker in manifest.markers}
         if not flight.waiting:
             return []
         if self.leads:
-            return self._gathered(flight)
+            return self._feed(flight)
         flight.waiting = False
         return [Perform(base, GatherMarkers())]
 
     def _on_given_up(self, message: GiveUpNotice) -> list[Out]:
         flight = self._flight
-        if flight is None or flight.base != message.base:
+        if flight is None or flight.commit.base != message.base:
             if message.base.timeline == self.timeline and message.base not in self._manifests:
                 self._given_up.setdefault(message.base, message.reason)
             return []
-        if flight.given_up is not None:
+        if flight.given_up is not None or flight.commit.phase is Phase.COMMITTED:
             return []
         flight.given_up = message.reason
         if not flight.waiting:
@@ -620,11 +474,16 @@ class Member:
         return [Send(COORDINATOR, ReadBackReply(base, problem))]
 
     def _on_watermark(self, message: WatermarkNotice) -> list[Out]:
-        self.watermark.advance(message.base)
+        out = self._advance(message.base)
         self._damaged_elsewhere = message.damaged
         if self.leads:
-            return self._delete(message.delete)
-        return self._on_bases(BasesSeen((), {}))
+            return out + self._delete(message.delete)
+        return [*out, *self._keep_watermark(BasesSeen((), {}))]
+
+    def _advance(self, base: BaseId) -> list[Out]:
+        if not self.watermark.advance(base):
+            return []
+        return [WatermarkMoved(base, self.watermark.before)]
 
     def _delete(self, bases: tuple[BaseId, ...]) -> list[Out]:
         """Delete bases from this rank's disk at rank 0's request, then list the remaining ones.
@@ -635,19 +494,27 @@ class Member:
         assert watermark is not None
         if self._deletions:
             return []
-        self._deletions = [base for base in bases if base < watermark]
-        return self._go_on_deleting()
+        self._deletions = [BaseDeletion(b, self.timeline) for b in bases if b < watermark]
+        if not self._deletions:
+            return [Perform(watermark, LookAtBases(self._damaged_elsewhere))]
+        return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
 
-    def _go_on_deleting(self) -> list[Out]:
+    def _go_on_deleting(self, deletion: BaseDeletion, action: DeletionAction | None) -> list[Out]:
+        if action is not None:
+            return [Perform(deletion.base, Delete(action))]
+        del self._deletions[0]
         if self._deletions:
-            return [Perform(self._deletions[0], Delete())]
+            return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
         assert self.watermark.base is not None
         return [Perform(self.watermark.base, LookAtBases(self._damaged_elsewhere))]
 
     def _on_bases(self, seen: BasesSeen) -> list[Out]:
+        return self._keep_watermark(seen)
+
+    def _keep_watermark(self, seen: BasesSeen) -> list[Out]:
         assert self.watermark.base is not None
-        ack = WatermarkAck(self.watermark.base, seen.committed, seen.needed)
-        return [Send(COORDINATOR, ack)]
+        kept = WatermarkAck(self.watermark.base, seen.committed, seen.needed)
+        return [Send(COORDINATOR, kept)]
 
 
 def describe_disagreement(world: int, markers: Mapping[int, Marker]) -> str:

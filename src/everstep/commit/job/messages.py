@@ -136,6 +136,12 @@ class CopyReply(CopyMessage, frozen=True):
     problem: Text
 
 
+class CopySettled(CopyMessage, frozen=True):
+    """No rank will be asked for its files of ``base``, or of an older base, any more."""
+
+    base: BaseId
+
+
 class Command(Message, frozen=True):
     """Step ``number`` of an agreement begins."""
 

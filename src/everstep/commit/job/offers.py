@@ -29,7 +29,7 @@ from everstep.commit.log_reach import JobLogs, LogReader, LogRun, Reach
 from everstep.commit.retention import COPY_TIERS, TIERS, VOLATILE_TIERS, Tier, TierIndex
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
-from everstep.format.message_codec import Decoder, Rank
+from everstep.format.message_codec import Rank
 from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
 
 
@@ -160,9 +160,6 @@ class Choice:
         return self.base if self.reach is None else self.reach.end
 
 
-OFFERS = Decoder[Offer](Offer, "an offer of a rank")
-CHOICES = Decoder[Choice](Choice, "a choice for all ranks")
-
 Needs = Callable[[int, Manifest], Collection[int]]
 """Returns the ranks whose files of a base a rank of the starting job needs."""
 
@@ -176,8 +173,8 @@ def all_ranks(rank: int, manifest: Manifest) -> Collection[int]:
 class _Base:
     """Everything known of one base, over all offers."""
 
-    pieces: dict[int, list[Source]] = field(default_factory=dict)
-    markers: dict[int, set[Marker]] = field(default_factory=dict)
+    pieces: dict[int, dict[str, list[tuple[Source, int]]]] = field(default_factory=dict)
+    markers: dict[int, dict[str, Marker]] = field(default_factory=dict)
     listed: dict[int, Marker] = field(default_factory=dict)
     manifests: set[str] = field(default_factory=set)
     why: str = ""
@@ -185,8 +182,11 @@ class _Base:
     def without_copies(self) -> _Base:
         """Return the same base without the copies in other tiers."""
         left = {
-            rank: [source for source in sources if source.tier not in COPY_TIERS]
-            for rank, sources in self.pieces.items()
+            rank: {
+                key: [found for found in sources if found[0].tier not in COPY_TIERS]
+                for key, sources in places.items()
+            }
+            for rank, places in self.pieces.items()
         }
         return _Base(left, self.markers, self.listed, self.manifests)
 
@@ -310,8 +310,7 @@ class _Candidates:
         good = self._existing | {base for base, known in self._bases.items() if known.manifests}
         good -= _abandoned(good, self._branches, self._offers)
         had = None if good else describe_missing_steps(self._records, self._branches)
-        # Starting at step 0 must discard nothing, unless it was requested.
-        if not (step == 0 if step is not None else not good and had is None):
+        if not may_start_fresh(step, good, had):
             why = {base: self._reason(base) for base in self._bases}
             readable = self._here + self._elsewhere
             raise unreadable_error(step, why, self._lost, readable, len(self._offers), had)
@@ -340,7 +339,7 @@ class _Candidates:
             timeline=max(offer.next_timeline for offer in self._offers),
             skipped=self._skipped(pick, step),
             unreadable=tuple(
-                sorted(b for b, one in self._bases.items() if one.manifests and b not in readable)
+                sorted(b for b, known in self._bases.items() if self._is_unreadable(b, known))
             ),
             elsewhere=tuple(b for b in readable if not self._readable_without_copies(b)),
             note=note,
@@ -371,8 +370,10 @@ class _Candidates:
         return tuple(skipped)
 
     def _reason(self, base: BaseId) -> str:
-        known = "not in the history of the newest timeline"
-        return self._bases[base].why or (known if base in self._readable else "not readable")
+        return self._bases[base].why or _why(base, self._readable)
+
+    def _is_unreadable(self, base: BaseId, known: _Base) -> bool:
+        return base not in self._readable and bool(known.manifests)
 
     def _readable_without_copies(self, base: BaseId) -> bool:
         return self._all_can_read(self._bases[base].without_copies(), self._readable[base])
@@ -428,7 +429,8 @@ def _bases_of(
                 known.manifests.add(one.manifest)
             known.listed |= {marker.rank: marker for marker in one.listed}
             for rank, piece in one.pieces.items():
-                known.markers.setdefault(rank, set()).add(piece.marker)
+                key = digest(piece.marker.encode())
+                known.markers.setdefault(rank, {})[key] = piece.marker
                 for tier in piece.tiers:
                     source = Source(TIERS.index(tier), offer.rank)
                     if (base, rank, source) in unusable:
@@ -436,7 +438,8 @@ def _bases_of(
                             f"the files of rank {rank} are damaged, or inconsistent with others"
                         )
                         continue
-                    known.pieces.setdefault(rank, []).append(source)
+                    places = known.pieces.setdefault(rank, {})
+                    places.setdefault(key, []).append((source, offer.rank))
     return found
 
 
@@ -449,7 +452,7 @@ def _manifest(known: _Base) -> Manifest | None:
     if any(len(markers) > 1 for markers in known.markers.values()) or len(known.manifests) > 1:
         known.why = "the disks contradict each other"
         return None
-    manifest = manifest_of({rank: next(iter(found)) for rank, found in readable.items()})
+    manifest = manifest_of({rank: next(iter(m.values())) for rank, m in readable.items()})
     if manifest is None:
         known.why = known.why or _missing(known)
     elif known.manifests and known.manifests != {digest(manifest.encode())}:
@@ -464,9 +467,9 @@ def _left_of(bases: Mapping[BaseId, _Base], offers: Sequence[Offer]) -> dict[Bas
     for base, known in bases.items():
         if any(len(markers) > 1 for markers in known.markers.values()):
             continue
-        markers = known.listed | {rank: next(iter(found)) for rank, found in known.markers.items()}
+        markers = known.listed | {rank: next(iter(m.values())) for rank, m in known.markers.items()}
         manifest = manifest_of(markers)
-        holders = {source.rank for sources in known.pieces.values() for source in sources}
+        holders = {h for m in known.pieces.values() for places in m.values() for _, h in places}
         committed = manifest is not None and known.manifests == {digest(manifest.encode())}
         if manifest is not None and committed and holders >= {offer.rank for offer in offers}:
             found[base] = manifest
@@ -474,7 +477,7 @@ def _left_of(bases: Mapping[BaseId, _Base], offers: Sequence[Offer]) -> dict[Bas
 
 
 def _world(known: _Base) -> int | None:
-    worlds = {marker.world for markers in known.markers.values() for marker in markers}
+    worlds = {marker.world for markers in known.markers.values() for marker in markers.values()}
     return worlds.pop() if len(worlds) == 1 else None
 
 
@@ -493,7 +496,7 @@ def _all_can_read(
 ) -> bool:
     for offer in offers:
         for rank in needs(offer.rank, manifest):
-            holders = {source.rank for source in known.pieces[rank]}
+            holders = {holder for places in known.pieces[rank].values() for _, holder in places}
             if not holders or not (fetch or offer.rank in holders):
                 known.why = known.why or f"rank {offer.rank} cannot read the files of rank {rank}"
                 return False
@@ -502,18 +505,31 @@ def _all_can_read(
 
 def _is_on_disks(known: _Base) -> bool:
     """Return True if each piece is on a rank's own disk."""
-    return all(any(s.tier == "disk" for s in sources) for sources in known.pieces.values())
+    return all(
+        any(source.tier == "disk" for found in places.values() for source, _ in found)
+        for places in known.pieces.values()
+    )
 
 
 def _is_durable(known: _Base) -> bool:
-    tiers = ({source.tier for source in sources} for sources in known.pieces.values())
+    tiers = (
+        {source.tier for found in places.values() for source, _ in found}
+        for places in known.pieces.values()
+    )
     return all(not found <= set(VOLATILE_TIERS) for found in tiers)
 
 
 def _sources(known: _Base, manifest: Manifest) -> dict[int, tuple[Source, ...]]:
     return {
-        marker.rank: tuple(sorted(known.pieces.get(marker.rank, ()))) for marker in manifest.markers
+        marker.rank: tuple(
+            sorted(s for places in known.pieces.get(marker.rank, {}).values() for s, _ in places)
+        )
+        for marker in manifest.markers
     }
+
+
+def _why(base: BaseId, readable: Collection[BaseId]) -> str:
+    return "not in the history of the newest timeline" if base in readable else "not readable"
 
 
 def _cut_off(
@@ -574,6 +590,17 @@ def _abandoned(
         return not has or max(branches) in offer.timelines
 
     return {base for base in elsewhere if all(knows(offer, base) for offer in offers)}
+
+
+def may_start_fresh(step: int | None, good: Collection[BaseId], had: str | None) -> bool:
+    """Return True if starting at step 0 discards nothing, or was requested.
+
+    Args:
+        step: requested step.
+        good: bases that are, or may be, complete and were not abandoned.
+        had: see :func:`everstep.commit.lineage.describe_missing_steps`.
+    """
+    return step == 0 if step is not None else not good and had is None
 
 
 def unreadable_error(

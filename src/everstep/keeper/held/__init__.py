@@ -4,5 +4,6 @@ Runs in the keeper process. Read in this order:
 
 ``newest_capture``   the newest complete capture of this rank
 ``memory_bases``     bases of this rank that live in memory only (``method="gemini"``)
-``peer_stores``      copies of other nodes' bases and logs
+``peer_base_store``  copies of other nodes' bases
+``peer_log_store``   copies of other nodes' logs
 """

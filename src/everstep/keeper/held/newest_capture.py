@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import msgpack
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
@@ -19,6 +22,7 @@ from everstep.format.plan import BasePlan
 from everstep.format.writer import Written, digest_shard
 from everstep.keeper.log.recall_wire import base_to_wire
 from everstep.link.capture import Capture, shard_offsets
+from everstep.link.wire import Connection
 
 _log = logging.getLogger("everstep.keeper")
 
@@ -110,6 +114,21 @@ class NewestCapture:
             capture = self._held[0]
             return capture if capture.parked and capture.timeline == timeline else None
 
+    def durable(self, base: BaseId) -> tuple[Capture, Arena] | None:
+        """Return the capture of a durable base, and its memory, if it is held."""
+        held = self._held
+        # A capture with a redo file is not complete in memory: its file on disk has more than the
+        # block.
+        if held is None or held[0].redo is not None or not held[0].durable:
+            return None
+        found = BaseId(held[0].timeline, held[0].step)
+        return held if found == base and held[0].written else None
+
+    def has(self, capture: Capture) -> bool:
+        """Return True if ``capture`` is held, and so its memory is unchanged."""
+        held = self._held
+        return held is not None and held[0] is capture
+
     def drop(self, capture: Capture) -> None:
         """Drop a capture whose memory is about to change."""
         # Compared by identity: a newer capture may have taken its place meanwhile.
@@ -199,3 +218,49 @@ class NewestCapture:
 def _block(capture: Capture) -> tuple[int, int]:
     """Return the begin and end of a capture's memory in the arena."""
     return capture.offset, capture.offset + shard_offsets(capture.plan)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class LookReply:
+    """Reply to ``look``: the contents of memory, for a process that only reads them.
+
+    It is one small message, however large the index: the index is in shared memory of its own,
+    whose descriptor is sent along. So a reader that is stopped never blocks the keeper.
+
+    Attributes:
+        recalled, blobs, arenas: as in the reply to ``recall``.
+        settled: True if nothing is still being written or digested.
+        moves: counters that change while that goes on.
+        pending: identity of a base in memory that has no digests yet.
+    """
+
+    recalled: dict[str, Any]
+    blobs: list[bytes]
+    arenas: list[Arena]
+    settled: bool
+    moves: list[int]
+    pending: dict[str, Any] | None
+
+    def send(self, connection: Connection, trainer: int | None) -> None:
+        """Send the reply.
+
+        Args:
+            trainer: process id of the trainer that is attached; None without one.
+        """
+        index: bytes = msgpack.packb(
+            {**self.recalled, "blobs": self.blobs, "pending": self.pending},
+            unicode_errors="surrogatepass",
+        )
+        # The receiver gets duplicates of the descriptors: this mapping can be closed at once.
+        # A failed send must not leak the memory of the index: the context closes it in every case.
+        with Arena.create(len(index)) as memory:
+            memory.view[: len(index)] = index
+            fds = [one.fd for one in (memory, *self.arenas) if one.fd is not None]
+            message = {
+                "kind": "looked",
+                "size_bytes": len(index),
+                "settled": self.settled,
+                "moves": self.moves,
+                "trainer": trainer,
+            }
+            connection.send(message, fds)

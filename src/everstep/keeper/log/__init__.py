@@ -5,7 +5,9 @@ order:
 
 ``logs``             the logs of all timelines that this keeper has served
 ``log_store``        one log: its records in memory, and its thread that digests and writes them
-``segment_queue``    collect records for segments, as many steps as the disk needs; write segments
+``segment_queue``    collect records for segments, as many steps as the disk needs
+``segment_writer``   make one segment durable
+``disk_space``       the log's share of ``Budget(disk_bytes=)``
 ``attached``         the attached training process: its connection, captures and layouts
 ``recall_wire``      send captures and logs to a restarted training process
 """

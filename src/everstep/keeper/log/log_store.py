@@ -193,6 +193,16 @@ class LogStore:
         """Write an unfinished segment up to its last step mark, in the background."""
         self._thread.submit(self.segments.flush)
 
+    def expect_base(self, coming: bool) -> None:
+        """Note whether a base is in progress, after which retention may free disk space for the
+        log.
+
+        Segments that do not fit stay in memory as long as a base is expected.
+        """
+        self.segments.base_pending = coming
+        if self.segments.waits_for_space:
+            self._thread.submit(self.segments.catch_up)
+
     def forget(self, upto: int) -> None:
         """Drop records up to this number: their memory is about to be reused."""
         with self._lock:

@@ -1,306 +1,29 @@
-"""Segments of one rank's log on disk: collect digested records, and write several steps at a time.
+"""Collect digested records of a log and write them to segments on disk, several steps at a time.
 
 The number of steps per segment is fixed, or adapted to the speed of the disk with the cost model in
-:mod:`everstep.plan.batch`. A segment is a data file, then its marker. All of them stay within the
-share of ``Budget(disk_bytes=)`` that bases leave (I10).
+:mod:`everstep.plan.batch`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from everstep.errors import DeadlineError, EverstepError, FencedError, OutOfSpaceError
+from everstep.errors import EverstepError, FencedError, OutOfSpaceError
 from everstep.format.header import ShardIdentity
-from everstep.format.log import LogRecord, RecordHead, plan_segment
-from everstep.format.names import (
-    LOG_DIR,
-    TEMPORARY_SUFFIX,
-    marker_name,
-    parse_rank,
-    segment_dir,
-    timeline_dir,
-)
-from everstep.format.plan import ShardPlan
-from everstep.format.records import Marker
-from everstep.format.writer import ChunkRing, write_shard
+from everstep.format.log import LogRecord, RecordHead
+from everstep.format.writer import ChunkRing
+from everstep.keeper.log.disk_space import LogSpace, NoLogSpaceError
+from everstep.keeper.log.segment_writer import SegmentTimes, SegmentWriter
 from everstep.link.log_records import ENDED, record_memory_bytes
 from everstep.plan.batch import BatchEstimator
-from everstep.run.fence import Fence
 from everstep.seams import Seams
-from everstep.seams.failpoints import failpoint
-from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.files.stalls import observed
-from everstep.seams.progress import silent
-from everstep.state.layout.shards import Body, ShardLayout
-from everstep.tiers.durable_files import (
-    create_in,
-    ensure_dir,
-    remove_if_there,
-    storage_errors,
-    temporary,
-    write_durably,
-)
+from everstep.state.layout.shards import ShardLayout
 
 if TYPE_CHECKING:
     from everstep.link.keeper_stats import KeeperStats
-
-
-class LogSpace:
-    """Counts log segments against the disk budget.
-
-    The folder is scanned only when the last scan, plus all segments written since, leaves no space.
-
-    Args:
-        rank: rank whose files count. With several ranks, rank 0 also counts files of ranks that no
-            longer exist.
-        world: number of ranks.
-        budget_bytes: budget of the run folder.
-        bases_bytes: bytes of the budget reserved for bases, written or not.
-    """
-
-    def __init__(
-        self,
-        filesystem: FileSystem,
-        run: PurePath,
-        rank: int,
-        world: int,
-        *,
-        budget_bytes: int,
-        bases_bytes: int,
-    ) -> None:
-        self._filesystem = filesystem
-        self._run = run
-        self._rank = rank
-        self._world = world
-        self._budget_bytes = budget_bytes
-        self._bases_bytes = bases_bytes
-        self._taken_bytes: int | None = None
-
-    def reserve(self, size_bytes: int, *, step: int) -> None:
-        """Reserve space for a segment that is about to be written.
-
-        Raises:
-            OutOfSpaceError: it does not fit; nothing was reserved.
-        """
-        taken_bytes = self._taken_bytes
-        if taken_bytes is None or taken_bytes + size_bytes > self._budget_bytes:
-            # Retention may have deleted bases or segments since the last scan.
-            others_bytes, log_bytes = folder_bytes(
-                self._filesystem, self._run, self._rank, self._world
-            )
-            # Bases keep their reserved share even before they are written: a log that used it
-            # would make the next base fail.
-            self._taken_bytes = taken_bytes = max(others_bytes, self._bases_bytes) + log_bytes
-            if taken_bytes + size_bytes > self._budget_bytes:
-                raise OutOfSpaceError(
-                    f"a log segment takes {size_bytes} bytes; bases and the segments that they "
-                    f"need take {taken_bytes} of Budget(disk_bytes={self._budget_bytes})",
-                    step=step,
-                    rank=self._rank,
-                    tier="disk",
-                    path=self._run,
-                    hint="raise the budget, keep fewer bases (keep=), or shorten every=",
-                )
-        self._taken_bytes = taken_bytes + size_bytes
-
-
-def folder_bytes(
-    filesystem: FileSystem, run: PurePath, rank: int = 0, world: int = 1
-) -> tuple[int, int]:
-    """Return the bytes of a rank's files in a run folder: ``(all but the log, the log)``."""
-    sizes = [0, 0]
-    for path, size_bytes in _files(filesystem, run):
-        owner = parse_rank(path.name.removesuffix(TEMPORARY_SUFFIX))
-        # Rank 0 counts files without a rank, and files of ranks that no longer exist.
-        counts = world == 1 or owner == rank or (rank == 0 and (owner is None or owner >= world))
-        if counts:
-            sizes[LOG_DIR in path.relative_to(run).parts[:-1]] += size_bytes
-    return sizes[0], sizes[1]
-
-
-def _files(filesystem: FileSystem, directory: PurePath) -> Iterator[tuple[PurePath, int]]:
-    try:
-        entries = filesystem.scan(directory)
-    except FileNotFoundError:
-        # Retention removed it during the scan.
-        return
-    for entry in entries:
-        if entry.kind == "dir":
-            yield from _files(filesystem, directory / entry.name)
-        elif entry.kind == "file":
-            yield directory / entry.name, entry.size_bytes
-
-
-_MARKER_BYTES = 1024
-
-"""Reserved for a marker; about 450 bytes are used."""
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentTimes:
-    """Durations of one segment write.
-
-    Attributes:
-        price_s: seconds for everything but the body: names, header, marker, syncs of directories.
-        work_s: seconds until the body was durable.
-    """
-
-    price_s: float
-    work_s: float
-
-
-class SegmentWriter:
-    """Writes the segments of one timeline.
-
-    Args:
-        identity: identity of this rank; each segment gets its own step and LSN.
-        space: the log's share of the disk budget; None: no limit.
-
-    Attributes:
-        now_s: clock for the durations of segments.
-        moves: counter that increases with each completed disk operation.
-    """
-
-    def __init__(
-        self,
-        seams: Seams,
-        run: PurePath,
-        identity: ShardIdentity,
-        ring: ChunkRing,
-        *,
-        timeout_s: float,
-        space: LogSpace | None = None,
-    ) -> None:
-        self.moves = 0
-        self._filesystem = observed(seams.filesystem, self._moved)
-        self._space = space
-        self.now_s = seams.clock.monotonic_s
-        self._run = run
-        self._identity = identity
-        self._fence = Fence(self._filesystem, run, identity.timeline)
-        self._ring = ring
-        self._timeout_s = timeout_s
-        self._has_dir = False
-        self.written_bytes = 0
-
-    def write(self, records: Sequence[LogRecord], after: int) -> SegmentTimes:
-        """Make a segment durable.
-
-        Args:
-            after: the step before its first step.
-
-        Raises:
-            FencedError: a newer timeline has taken over the run.
-            OutOfSpaceError: it does not fit into the budget; nothing was written.
-            StorageError: the disk failed; the files of the segment were removed if the disk allowed
-                it.
-            DeadlineError: the disk hangs. Files without a marker may be left; readers ignore them,
-                the next process removes them.
-        """
-        began_s = self.now_s()
-        last = records[-1].head
-        identity = dataclasses.replace(
-            self._identity, step=last.step, lsn=last.lsn, exact=last.exact
-        )
-        directory = segment_dir(self._run, identity.timeline, after, last.step)
-        plan, body = plan_segment(identity, records)
-        with storage_errors("write the log", directory, step=last.step, rank=identity.rank):
-            # A segment is a commit: a process of an older timeline must not add to the history
-            # (I11).
-            self._fence.check()
-            self._check_space(identity, plan)
-            try:
-                work_s = self._write(directory, identity, plan, body)
-            except DeadlineError:
-                # No cleanup: on a disk that hangs it would hang as well, and the error would
-                # never be reported.
-                raise
-            except BaseException:
-                self._clean_up(directory, plan.name)
-                raise
-        return SegmentTimes(max(0.0, self.now_s() - began_s - work_s), work_s)
-
-    def _moved(self) -> None:
-        self.moves += 1
-
-    def _check_space(self, identity: ShardIdentity, plan: ShardPlan) -> None:
-        """Raise before anything is written if the segment cannot fit, so that bases can use the
-        free space.
-        """
-        if self._space is not None:
-            self._space.reserve(plan.size_bytes + _MARKER_BYTES, step=identity.step)
-        free_bytes = self._filesystem.free_bytes(self._run)
-        if free_bytes < plan.size_bytes:
-            raise OutOfSpaceError(
-                f"a log segment takes {plan.size_bytes} bytes, {free_bytes} are free",
-                step=identity.step,
-                rank=identity.rank,
-                tier="disk",
-                path=self._run,
-                hint="free some space, or keep fewer bases (keep=, everstep rm)",
-            )
-
-    def _write(
-        self, directory: PurePath, identity: ShardIdentity, plan: ShardPlan, body: Body
-    ) -> float:
-        """Write file and marker; return the seconds until the body was durable."""
-        filesystem = self._filesystem
-        if not self._has_dir:
-            ensure_dir(filesystem, timeline_dir(self._run, identity.timeline) / LOG_DIR)
-            self._has_dir = True
-        path = directory / plan.name
-        # Temporary name until the bytes are durable: a crash leaves no file that looks complete.
-        file = create_in(filesystem, temporary(path))
-        try:
-            file.reserve(plan.size_bytes)
-            at_s = [self.now_s()]
-            written = write_shard(
-                file,
-                plan,
-                identity,
-                body,
-                self._ring,
-                timeout_s=self._timeout_s,
-                progress=silent,
-                on_body=lambda: at_s.append(self.now_s()),
-            )
-        finally:
-            file.close()
-        # write_shard has synced the file. The rename is durable only after the sync of the
-        # directory; the marker must come after both, as it promises that the file is complete.
-        failpoint("log.before_rename")
-        filesystem.rename(temporary(path), path)
-        filesystem.sync_dir(directory)
-        failpoint("log.before_marker")
-        marker = Marker.of(identity, (written.record,)).encode()
-        # May be deleted at once: if a base of its last step is already durable, retention
-        # deletes the segment as soon as it has its marker.
-        path = directory / marker_name(identity.rank)
-        write_durably(filesystem, path, marker, may_go=True)
-        self.written_bytes += plan.size_bytes
-        return at_s[1] - at_s[0]
-
-    def _clean_up(self, directory: PurePath, name: str) -> None:
-        """Remove the files of a failed segment: they may take the last free space of the disk."""
-        filesystem = self._filesystem
-        marker = directory / marker_name(self._identity.rank)
-        # The disk that failed the write may fail the cleanup, too: the first error counts.
-        with contextlib.suppress(OSError):
-            names = {entry.name for entry in filesystem.scan(directory)}
-            # A segment with its marker is complete and may have been read: it stays. After a
-            # takeover the files belong to the new timeline.
-            if marker.name in names or self._fence.newest_or_next() != self._identity.timeline:
-                return
-            shard = directory / name
-            for path in (temporary(shard), shard, temporary(marker)):
-                remove_if_there(filesystem, path)
-            # Fails, and does no harm, while another rank's files are in the directory.
-            filesystem.remove_dir(directory)
 
 
 _STEPS_MAX = 100_000
@@ -446,7 +169,11 @@ class SegmentQueue:
         batch: number of steps per segment.
 
     Attributes:
+        bases_expected: callables; each returns True while a base is expected after which retention
+            may free disk space.
+        base_pending: True while a base is in progress, after which retention may free disk space.
         after: the step after which the next segment begins; None before the first record.
+        waits_for_space: True while records stay in memory because a segment does not fit.
     """
 
     def __init__(
@@ -457,7 +184,10 @@ class SegmentQueue:
         batch: Batch | None = None,
     ) -> None:
         self.batch = batch or Batch(1)
+        self.bases_expected: list[Callable[[], bool]] = []
+        self.base_pending = False
         self.after: int | None = None
+        self.waits_for_space = False
         self._writer = writer
         self._post = post
         self._on_disk = on_disk
@@ -497,12 +227,19 @@ class SegmentQueue:
         if item.head.kind != "mark":
             return
         self.batch.step_ended(item.head.step, item.received_s)
-        pending = self._pending
-        if self.batch.is_full(pending.steps, pending.size_bytes, pending.memory_bytes):
+        if self.waits_for_space and not self._base_expected:
+            # No base will free space any more: write what fits, and report the rest.
+            self._catch_up()
+        elif not self.waits_for_space and self._is_full:
             self._write()
 
     def flush(self) -> None:
         """Write an unfinished segment up to its last step mark."""
+        if self.waits_for_space:
+            self.catch_up()
+        # Still no space: all records stay pending, in order.
+        if self.waits_for_space:
+            return
         items = self._pending.items
         complete = len(items)
         while complete and items[complete - 1].head.kind != "mark":
@@ -512,21 +249,21 @@ class SegmentQueue:
         # A segment ends with a mark; updates of the unfinished step go to the next one.
         rest = items[complete:]
         del items[complete:]
-        try:
-            self._write()
-        except EverstepError as error:
-            self.fail(error)
-            return
-        except Exception as error:
-            self.fail(EverstepError(f"internal error in the log: {error!r}"))
-            return
-        for item in rest:
-            self._pending.add(item)
+        if self._guarded(self._write):
+            for item in rest:
+                self._pending.add(item)
+
+    def catch_up(self) -> None:
+        """Write records that waited for disk space, in segments of the usual size."""
+        self._guarded(self._catch_up)
 
     def set_to_disk(self, on: bool) -> None:
         """Start or stop writing, beginning with the next step; also after an earlier failure."""
         last = self._pending.items[-1].number if self._pending.items else 0
         self.flush()
+        if self.waits_for_space:
+            error = "the disk has no space for pending log records"
+            self.fail(OutOfSpaceError(error, step=self.after))
         self._pending = _Pending()
         # A restarted log begins a new run of segments: nothing connects it to the old ones.
         self.after = None
@@ -540,6 +277,7 @@ class SegmentQueue:
         """
         self._failed = True
         self._fenced = self._fenced or isinstance(error, FencedError)
+        self.waits_for_space = False
         self._pending = _Pending()
         if not self._fenced:
             effect = "the log on disk ends here and continues after the next base"
@@ -547,19 +285,58 @@ class SegmentQueue:
         self._post(error)
         self._on_disk(ENDED)
 
+    @property
+    def _base_expected(self) -> bool:
+        return self.base_pending or any(coming() for coming in self.bases_expected)
+
+    @property
+    def _is_full(self) -> bool:
+        pending = self._pending
+        return self.batch.is_full(pending.steps, pending.size_bytes, pending.memory_bytes)
+
     def _write(self) -> None:
         """Write the pending records, the last of which is a step mark."""
         assert self._writer is not None
         assert self.after is not None
         pending = self._pending
         records = [item.record for item in pending.items if item.record is not None]
-        times = self._writer.write(records, self.after)
+        try:
+            times = self._writer.write(records, self.after)
+        except NoLogSpaceError:
+            if not self._base_expected:
+                raise
+            # The records stay pending: retention after that base may free space for them.
+            self.waits_for_space = True
+            return
         # The segment is durable: only now may the trainer be told.
         self.batch.segment_written(pending.steps, pending.size_bytes, pending.digest_s, times)
         last = pending.items[-1]
         self.after = last.head.step
         self._pending = _Pending()
         self._on_disk(last.number)
+
+    def _catch_up(self) -> None:
+        items = self._pending.items
+        self.waits_for_space = False
+        self._pending = _Pending()
+        for item in items:
+            self._pending.add(item)
+            # After the first segment that does not fit no later one is written: it would leave a
+            # gap.
+            if item.head.kind == "mark" and not self.waits_for_space and self._is_full:
+                self._write()
+
+    def _guarded(self, write: Callable[[], None]) -> bool:
+        """Write; return False if it failed, which is reported."""
+        try:
+            write()
+        except EverstepError as error:
+            self.fail(error)
+            return False
+        except Exception as error:
+            self.fail(EverstepError(f"internal error in the log: {error!r}"))
+            return False
+        return True
 
 
 def open_segments(
@@ -581,16 +358,7 @@ def open_segments(
     """
     if to_disk is None or identity is None:
         return SegmentQueue(None, post, on_disk)
-    space: LogSpace | None = None
-    if to_disk.get("disk_bytes") is not None:
-        space = LogSpace(
-            seams.filesystem,
-            run,
-            identity.rank,
-            identity.world,
-            budget_bytes=to_disk["disk_bytes"],
-            bases_bytes=to_disk["bases_bytes"],
-        )
+    space = LogSpace.from_wire(seams.filesystem, run, identity.rank, identity.world, to_disk)
     writer = SegmentWriter(seams, run, identity, ring, timeout_s=timeout_s, space=space)
     return SegmentQueue(writer, post, on_disk, batch_from_wire(to_disk))
 

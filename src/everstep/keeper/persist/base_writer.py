@@ -34,6 +34,7 @@ from everstep.state.layout.shards import Body
 if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import MemoryBases
 
+
 _LOOK_AGAIN_S = 0.2
 
 
@@ -152,6 +153,8 @@ class BaseWriter:
         with self._changed:
             capture.begun = True
             self._waiting.append(capture)
+        # The log writer yields the disk to bases from now on.
+        self._tell_log(True)
         if capture.stream:
             self._jobs.put(capture)
 
@@ -247,8 +250,14 @@ class BaseWriter:
                     with self._changed:
                         self._waiting.remove(job)
                         self._changed.notify_all()
+                    self._tell_log(bool(self.waiting))
             # Drop the reference before the next wait: the capture keeps its arena alive.
             del job
+
+    def _tell_log(self, coming: bool) -> None:
+        """Tell the log writer whether bases compete for the disk."""
+        if self.records is not None:
+            self.records.expect_base(coming)
 
     def _do(self, capture: Capture) -> None:
         """Persist one capture and run retention."""

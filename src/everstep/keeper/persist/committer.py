@@ -12,18 +12,34 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Protocol
 
+from everstep.commit.base_commit import (
+    Action,
+    BaseCommit,
+    CheckFence,
+    Event,
+    FenceSeen,
+    FilesDurable,
+    GatherMarkers,
+    ManifestDurable,
+    MarkerDurable,
+    MarkersSeen,
+    WriteFiles,
+    WriteManifest,
+    WriteMarker,
+)
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FencedError
 from everstep.format.names import MANIFEST, SLOTS_DIR, base_dir, marker_name, timeline_dir
 from everstep.format.plan import BasePlan
-from everstep.format.records import Manifest, Marker
+from everstep.format.reader import read_record_bytes
+from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.keeper.retain.retention import Retention
 from everstep.run.fence import Fence
-from everstep.run.scan import scan_base
-from everstep.seams import FileSystem, Seams
+from everstep.run.scan import newest_timeline, scan_base
+from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body
@@ -170,7 +186,7 @@ class OneRankCommitter:
         self, plan: BasePlan, bodies: Sequence[Body], progress: ProgressSink
     ) -> tuple[Written, ...]:
         """Write and commit a base (see :class:`Committer`)."""
-        return commit_base(self.writer, self._fence, plan, bodies, progress)
+        return commit_base(self.writer, plan, bodies, progress, fence=self._fence)
 
     def retain(self) -> None:
         """Delete bases and log segments that are no longer needed."""
@@ -199,6 +215,22 @@ class OneRankCommitter:
         """Do nothing: no thread runs, and no connection is open."""
 
 
+def commit_base(
+    writer: ShardWriter,
+    plan: BasePlan,
+    bodies: Sequence[Body],
+    progress: ProgressSink,
+    *,
+    fence: Fence | None = None,
+) -> tuple[Written, ...]:
+    """Write and commit a base of a single rank (see :meth:`Committer.persist`).
+
+    Args:
+        fence: fence of the writing process; None: only newer timelines fence it off.
+    """
+    return OneRankCommit(writer, plan, fence).run(bodies, progress)
+
+
 def is_committed(writer: ShardWriter, base: BaseId) -> bool:
     """Return True if an earlier attempt has committed ``base``: it must not be overwritten."""
     try:
@@ -207,89 +239,124 @@ def is_committed(writer: ShardWriter, base: BaseId) -> bool:
         return False
 
 
-def commit_base(
-    writer: ShardWriter,
-    fence: Fence,
-    plan: BasePlan,
-    bodies: Sequence[Body],
-    progress: ProgressSink,
-) -> tuple[Written, ...]:
-    """Write and commit a base of a single rank (see :meth:`Committer.persist`).
+class OneRankCommit:
+    """Commit of one base of a single rank: the commit machine, driven over the file system."""
 
-    Removes its files if that fails.
-    """
-    identity = plan.identity
-    base = BaseId(identity.timeline, identity.step)
-    directory = base_dir(writer.run, base.timeline, base.step)
-    with storage_errors("write the base", directory, step=identity.step, rank=identity.rank):
-        # An earlier attempt may have failed after its commit: files of a committed base must never
-        # be overwritten. Its manifest was renamed but perhaps not synced: sync it.
-        if is_committed(writer, base):
-            writer.filesystem.sync_dir(directory)
-            return ()
-        try:
-            fence.check()
-            written = writer.write(plan, bodies, progress)
-            marker = Marker.of(identity, tuple(shard.record for shard in written))
+    def __init__(self, writer: ShardWriter, plan: BasePlan, fence: Fence | None) -> None:
+        self._writer = writer
+        self.filesystem = writer.filesystem
+        self._plan = plan
+        self._base = BaseId(plan.identity.timeline, plan.identity.step)
+        self._fence = fence
+        self.directory = base_dir(writer.run, self._base.timeline, self._base.step)
+
+    def run(self, bodies: Sequence[Body], progress: ProgressSink) -> tuple[Written, ...]:
+        """Write and commit the base; remove its files if that fails."""
+        identity = self._plan.identity
+        commit = BaseCommit(identity)
+        written: tuple[Written, ...] = ()
+        with storage_errors(
+            "write the base", self.directory, step=identity.step, rank=identity.rank
+        ):
+            # An earlier attempt may have failed after its commit: files of a committed base must
+            # never be overwritten. Its manifest was renamed but perhaps not synced: sync it.
+            if is_committed(self._writer, self._base):
+                self.filesystem.sync_dir(self.directory)
+                return ()
+            try:
+                action: Action | None = commit.start()
+                while action is not None:
+                    if isinstance(action, WriteFiles):
+                        written = self._writer.write(self._plan, bodies, progress)
+                        event: Event = FilesDurable(tuple(shard.record for shard in written))
+                    else:
+                        event = self.perform(action)
+                    action = commit.on(event)
+                return written
+            except FencedError:
+                # No cleanup: the process of the new timeline may rely on these files, and deletes
+                # them if it does not.
+                raise
+            except FileNotFoundError:
+                # A newer process may have swept the directory: raise FencedError in that case.
+                BaseCommit(identity).on(self._look_at_fence())
+                # The fence is open: the directory was deleted by hand, or the disk has lost it.
+                self._clean_up()
+                raise
+            except BaseException:
+                self._clean_up()
+                raise
+
+    def perform(self, action: Action) -> Event:
+        """Carry out one action of the commit machine, except that which writes the files."""
+        if isinstance(action, CheckFence):
+            return self._look_at_fence()
+        if isinstance(action, WriteMarker):
             failpoint("save.before_marker")
+            path = self.directory / marker_name(action.marker.rank)
             # The files were synced before: a marker on disk promises that all files of its rank are
             # durable.
-            path = directory / marker_name(marker.rank)
-            write_durably(writer.filesystem, path, marker.encode())
-            # Checked before the first byte and again before the manifest: the files of a fenced
-            # process do no harm, but its manifest would add a base to a history that has moved on.
-            fence.check()
-            failpoint("save.before_manifest")
-            # The commit point: the base exists if and only if this rename is durable.
-            manifest = Manifest((marker,)).encode()
-            write_durably(writer.filesystem, directory / MANIFEST, manifest)
-            failpoint("save.after_manifest")
-            return written
-        except FencedError:
-            # No cleanup: the process of the new timeline may rely on these files, and deletes them
-            # if it does not.
-            raise
-        except FileNotFoundError:
-            # A newer process may have swept the directory: raise FencedError in that case.
-            fence.check()
-            # The fence is open: the directory was deleted by hand, or the disk has lost it.
-            _clean_up(writer.filesystem, fence, directory, plan)
-            raise
-        except BaseException:
-            _clean_up(writer.filesystem, fence, directory, plan)
-            raise
+            write_durably(self.filesystem, path, action.marker.encode())
+            return MarkerDurable()
+        if isinstance(action, GatherMarkers):
+            return MarkersSeen(self._markers())
+        assert isinstance(action, WriteManifest)
+        failpoint("save.before_manifest")
+        # The commit point: the base exists if and only if this rename is durable.
+        write_durably(self.filesystem, self.directory / MANIFEST, action.manifest.encode())
+        failpoint("save.after_manifest")
+        return ManifestDurable()
 
+    def _look_at_fence(self) -> FenceSeen:
+        if self._fence is None:
+            return FenceSeen(newest_timeline(self.filesystem, self._writer.run))
+        return FenceSeen(self._fence.newest())
 
-def _clean_up(filesystem: FileSystem, fence: Fence, directory: PurePath, plan: BasePlan) -> None:
-    """Remove the files of a base that failed; a committed base stays.
+    def _markers(self) -> dict[int, Marker]:
+        found = {}
+        for rank in range(self._plan.identity.world):
+            path = self.directory / marker_name(rank)
+            found[rank] = Marker.decode(read_record_bytes(self.filesystem, path), path)
+        return found
 
-    A process that resumes the run meanwhile may complete the base and rely on it. It opens its
-    timeline first and looks for the marker second; this function renames the marker first and looks
-    for the timeline second. So at least one of the two sees the other (``adr/004``).
-    """
-    try:
-        names = {entry.name for entry in filesystem.scan(directory)}
-        # With a manifest the base is committed; fenced off, the files belong to the newer timeline.
-        if MANIFEST in names or fence.newest_or_next() != fence.timeline:
-            return
-        marker = marker_name(plan.identity.rank)
-        # The marker first: files with a marker could be rolled forward to a base of mixed contents.
-        if marker in names:
-            set_aside = directory / temporary(PurePath(marker)).name
-            # Renamed, not deleted: it is put back if a newer timeline turns out to exist. Both
-            # renames are synced, so that a crash leaves the state that the other process has seen.
-            filesystem.rename(directory / marker, set_aside)
-            filesystem.sync_dir(directory)
-            if fence.newest_or_next() != fence.timeline:
-                filesystem.rename(set_aside, directory / marker)
-                filesystem.sync_dir(directory)
+    def _clean_up(self) -> None:
+        """Remove the files of a base that failed; a committed base stays.
+
+        A process that resumes the run meanwhile may complete the base and rely on it. It opens its
+        timeline first and looks for the marker second; this method renames the marker first and
+        looks for the timeline second. So at least one of the two sees the other (``adr/004``).
+        """
+        filesystem = self.filesystem
+        directory = self.directory
+        try:
+            names = {entry.name for entry in filesystem.scan(directory)}
+            # With a manifest the base is committed; fenced off, the files belong to the newer
+            # timeline.
+            if MANIFEST in names or self._is_fenced_off():
                 return
-        # Only this rank's files: other ranks clean up their own.
-        mine = {shard.name for shard in plan.shards} | {marker, MANIFEST}
-        for name in mine | {temporary(PurePath(name)).name for name in mine}:
-            remove_if_there(filesystem, directory / name)
-        if not filesystem.scan(directory):
-            filesystem.remove_dir(directory)
-    except OSError:
-        # The disk that failed the save may fail the cleanup, too: retention repeats it later.
-        pass
+            marker = marker_name(self._plan.identity.rank)
+            # The marker first: files with a marker could be rolled forward to a base of mixed
+            # contents.
+            if marker in names:
+                set_aside = directory / temporary(PurePath(marker)).name
+                # Renamed, not deleted: it is put back if a newer timeline turns out to exist. Both
+                # renames are synced, so that a crash leaves the state that the other process has
+                # seen.
+                filesystem.rename(directory / marker, set_aside)
+                filesystem.sync_dir(directory)
+                if self._is_fenced_off():
+                    filesystem.rename(set_aside, directory / marker)
+                    filesystem.sync_dir(directory)
+                    return
+            # Only this rank's files: other ranks clean up their own.
+            mine = {shard.name for shard in self._plan.shards} | {marker, MANIFEST}
+            for name in mine | {temporary(PurePath(name)).name for name in mine}:
+                remove_if_there(filesystem, directory / name)
+            if not filesystem.scan(directory):
+                filesystem.remove_dir(directory)
+        except OSError:
+            # The disk that failed the save may fail the cleanup, too: retention repeats it later.
+            pass
+
+    def _is_fenced_off(self) -> bool:
+        return self._fence is not None and self._fence.newest_or_next() != self._fence.timeline

@@ -4,9 +4,6 @@ Drives a :class:`~everstep.commit.job.member.Member` over disk and mailbox. The 
 a base waits here until every rank has written its shards; another thread answers messages
 meanwhile. A base that one rank cannot write exists on no rank. A silent rank is named in an error
 and no longer waited for.
-
-The member makes the decisions; :class:`RankDisk` carries them out, one at a time. Each consists of
-a few file operations, and a crash may interrupt it anywhere.
 """
 
 from __future__ import annotations
@@ -19,23 +16,22 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.job.cluster import COORDINATOR, Cluster
-from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import (
+from everstep.commit.base_commit import WriteFiles, WriteMarker
+from everstep.commit.job.actions import (
     BaseDamaged,
     BaseDurable,
     BaseLate,
     Fenced,
     GaveUp,
-    Member,
     Out,
     Pace,
     Perform,
     Send,
     Withdraw,
-    WriteFiles,
-    WriteMarker,
 )
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import Member
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DamageError,
@@ -45,9 +41,7 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
-from everstep.format.names import (
-    base_dir,
-)
+from everstep.format.names import base_dir
 from everstep.format.plan import BasePlan
 from everstep.format.records import FileRecord
 from everstep.format.writer import Written
@@ -62,16 +56,11 @@ from everstep.state.layout.shards import Body
 from everstep.tiers.durable_files import storage_errors
 
 _log = logging.getLogger("everstep.keeper")
-
 _TICK_S = 0.1
-
-
 # For retention over all ranks. A rank that does not answer in time is asked again after the next
 # base.
 _SETTLE_S = 5.0
-
 _FAREWELL_S = 2.0
-
 _TAKE_OVER_S = 10.0
 
 
@@ -240,7 +229,7 @@ class JobCommitter:
             # Bounded: retention of silent ranks must not delay this rank's next base.
             self._changed.wait_for(self.is_settled, _SETTLE_S)
         with storage_errors("clean up the log", self.writer.run, rank=self.link.session.rank):
-            self._disk.retain_log(leads=self._member.leads)
+            self._disk.retain_log(self._member.timeline, leads=self._member.leads)
 
     def sweep(self) -> None:
         """Remove unfinished bases of older timelines, if this rank leads on its disk."""
@@ -250,7 +239,7 @@ class JobCommitter:
             self._changed,
             storage_errors("clean up", self.writer.run, rank=self.link.session.rank),
         ):
-            self._disk.sweep(spare=self.link.session.spare)
+            self._disk.sweep(self._member.timeline, spare=self.link.session.spare)
 
     def close(self) -> None:
         """End the thread after the other ranks can do without this one."""
@@ -470,12 +459,10 @@ _EACH = (
     "every rank must call ckpt.step() at the end of the same steps, and save() and close() at the "
     "same steps, too"
 )
-
 _SILENT = (
     f"they have not taken this base ({_EACH}), or they hang, or have died; everstep ps on their "
     "machine shows their keepers"
 )
-
 _GONE = f"they have left training ({_EACH}), or have died: see the output of these ranks"
 
 

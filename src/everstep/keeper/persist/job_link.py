@@ -64,9 +64,13 @@ class JobLink:
         """Port at which this rank's mailbox listens."""
         return self.session.peers[self.session.rank][1]
 
-    def subscribe(self, kind: Any, receiver: Callable[[int, Any], None]) -> None:
-        """Pass messages of a kind about copies to ``receiver`` from now on."""
-        self._subscribers[kind] = receiver
+    def on_peer_copies(self, receiver: Callable[[int, PeerMessage], None]) -> None:
+        """Pass messages about copies in peers' memory to ``receiver`` from now on."""
+        self._subscribers[PeerMessage] = receiver
+
+    def on_copies(self, receiver: Callable[[int, CopyMessage], None]) -> None:
+        """Pass messages about copies in other tiers to ``receiver`` from now on."""
+        self._subscribers[CopyMessage] = receiver
 
     def send(self, rank: int, message: Message) -> None:
         """Send a message to the keeper of another rank, without waiting; from any thread."""

@@ -8,35 +8,36 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from everstep.commit.job.member import (
-    BasesSeen,
-    Delete,
-    Deleted,
-    Event,
+from everstep.commit.base_commit import (
+    CheckFence,
+    FenceSeen,
     FilesDurable,
     GatherMarkers,
-    LookAtBases,
     ManifestDurable,
     MarkerDurable,
     MarkersSeen,
+    WriteFiles,
+    WriteManifest,
+    WriteMarker,
+)
+from everstep.commit.job.actions import (
+    BasesSeen,
+    Delete,
+    Event,
+    LookAtBases,
     Perform,
     ReadBack,
     ReadBackDone,
     Withdraw,
     Withdrawn,
-    WriteFiles,
-    WriteManifest,
-    WriteMarker,
 )
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import needed_by
-from everstep.errors import (
-    EverstepError,
-    FencedError,
-)
+from everstep.errors import EverstepError, FencedError
 from everstep.format.names import (
     LOG_DIR,
     MANIFEST,
@@ -47,9 +48,9 @@ from everstep.format.names import (
     parse_shard,
 )
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import Manifest, Marker
+from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.persist.committer import Timeline
-from everstep.keeper.retain.deletion import delete_base, delete_files, delete_segments
+from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
 from everstep.keeper.retain.history import HistoryWindow, history_windows
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.rank_offers import keep_manifest
@@ -59,14 +60,24 @@ from everstep.run.scan import (
     Inventory,
     TimelineCache,
     bases_keeping_log,
+    newest_timeline,
     scan_run,
 )
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.durable_files import remove_if_there, temporary, write_durably
 
-if TYPE_CHECKING:
-    from everstep.keeper.persist.job_committer import JobCommitter
+
+class RankFiles(Protocol):
+    """Writes and reads this rank's files of a base."""
+
+    def write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
+        """Write the files durably, under their final names."""
+        ...
+
+    def read_shards(self, base: BaseId) -> str:
+        """Read the files back; return a description of the damage, or ``""``."""
+        ...
 
 
 class RankDisk:
@@ -74,10 +85,10 @@ class RankDisk:
 
     Args:
         files: writes and reads this rank's files.
-        fence: fence of the process, which writes its timeline.
         unique: suffix that makes the temporary names of this process unique.
         history_window: reads the steps that the log on this disk must keep reachable; None if only
             bases that are kept anyway have to stay.
+        fence: fence of the writing process; None: only newer timelines fence it off.
     """
 
     def __init__(
@@ -85,11 +96,11 @@ class RankDisk:
         filesystem: FileSystem,
         run: PurePath,
         rank: int,
-        files: JobCommitter,
-        fence: Fence,
+        files: RankFiles,
         *,
         unique: str,
         history_window: Callable[[Inventory], HistoryWindow] | None = None,
+        fence: Fence | None = None,
     ) -> None:
         self._fence = fence
         self._filesystem = filesystem
@@ -101,7 +112,7 @@ class RankDisk:
         self._timelines = TimelineCache()
 
     @classmethod
-    def of(cls, timeline: Timeline, session: JobSession, files: JobCommitter) -> RankDisk:
+    def of(cls, timeline: Timeline, session: JobSession, files: RankFiles) -> RankDisk:
         """Return the disk of a rank that writes ``timeline``."""
         filesystem = timeline.seams.filesystem
         return cls(
@@ -109,24 +120,26 @@ class RankDisk:
             timeline.run,
             session.rank,
             files,
-            Fence(filesystem, timeline.run, timeline.number),
             unique=f"{session.session}-{session.rank}",
             history_window=history_windows(timeline.seams, timeline.history),
+            fence=Fence(filesystem, timeline.run, timeline.number),
         )
 
     def perform(self, do: Perform) -> Event:
         """Carry out one action of a :class:`~everstep.commit.job.member.Member`.
 
         Raises:
-            FencedError: a newer timeline has taken the run over.
+            FencedError: a newer timeline has removed the base.
             OSError, EverstepError: the disk failed. If files or a marker could not be written,
                 :meth:`withdraw` removes the rest.
         """
         action = do.action
         base = do.base
         directory = base_dir(self._run, base.timeline, base.step)
+        if isinstance(action, CheckFence):
+            # Read from the folder; also raises if the folder was put back to an older state.
+            return FenceSeen(self._newest() if self._fence is None else self._fence.newest())
         if isinstance(action, WriteFiles):
-            self._fence.check()
             return FilesDurable(self._files.write_shards(base))
         if isinstance(action, WriteMarker):
             failpoint("save.before_marker")
@@ -140,17 +153,15 @@ class RankDisk:
         if isinstance(action, WriteManifest):
             return self._write_manifest(base, directory, action.manifest)
         if isinstance(action, Delete):
-            delete_base(self._filesystem, directory, None, self._fence.check)
-            return Deleted()
+            return perform_deletion(self._filesystem, directory, action.action, None, self._newest)
         if isinstance(action, Withdraw):
             self.withdraw(base)
             return Withdrawn()
         if isinstance(action, ReadBack):
             problem = self._files.read_shards(base)
             # Damage may only look like it: a newer timeline may be deleting the base.
-            if problem:
-                self._fence.check()
-            return ReadBackDone(problem)
+            newest = self._newest() if problem else 0
+            return ReadBackDone(problem, newest)
         assert isinstance(action, LookAtBases)
         inventory = scan_run(self._filesystem, self._run, self._timelines)
         committed = tuple(
@@ -209,40 +220,43 @@ class RankDisk:
             if marker.rank == self._rank
         }
 
-    def sweep(self, *, spare: BaseId | None) -> None:
+    def sweep(self, timeline: int, *, spare: BaseId | None) -> None:
         """Remove the unfinished bases of older timelines on this disk, once every rank trains.
 
         A base that is complete over all disks has its manifest here by then (``open_on_disk``).
 
         Args:
+            timeline: number of the timeline that was opened.
             spare: base that the timeline started from, if it is not durable: its shards on disks
-                may be needed until the next base is durable.
+                may be
+                needed until the next base is durable.
 
         Raises:
             FencedError: a newer timeline has begun.
         """
         for found in scan_run(self._filesystem, self._run, self._timelines).bases:
             unfinished = found.status in ("incomplete", "condemned") and not _is_spared(found)
-            if unfinished and found.id.timeline < self._fence.timeline and found.id != spare:
+            if unfinished and found.id.timeline < timeline and found.id != spare:
+                check_fence = partial(self._check_fence, timeline, found.id)
                 # A newer process may have chosen this base meanwhile: look again right before the
                 # deletion.
-                self._fence.check()
-                delete_files(self._filesystem, found, None, check_fence=self._fence.check)
+                check_fence()
+                delete_files(self._filesystem, found, None, check_fence=check_fence)
 
-    def retain_log(self, *, leads: bool) -> None:
+    def retain_log(self, timeline: int, *, leads: bool) -> None:
         """Delete segments of this rank's log that can be replayed on no base that is left on this
         disk.
 
         A base counts even if it is incomplete here: other ranks may have its other shards.
 
         Args:
+            timeline: number of the timeline that was opened.
             leads: True if this rank also cleans up for earlier ranks: nobody writes to older
                 timelines any more.
 
         Raises:
             FencedError: a newer timeline has begun.
         """
-        timeline = self._fence.timeline
         inventory = scan_run(self._filesystem, self._run, self._timelines)
         left = bases_keeping_log(inventory.bases)
         for number in sorted(n for n in inventory.timelines if n <= timeline):
@@ -254,7 +268,7 @@ class RankDisk:
                 self._run,
                 [number],
                 lambda segment: not needed_by(segment, left),
-                self._fence.check,
+                partial(self._check_fence, timeline, BaseId(timeline, 0)),
                 own=timeline,
                 rank=None if leads and number < timeline else self._rank,
             )
@@ -265,7 +279,6 @@ class RankDisk:
         Raises:
             FencedError: a newer timeline has begun, or has removed this rank's marker.
         """
-        self._fence.check()
         marker = marker_name(self._rank)
         failpoint("save.before_manifest")
         try:
@@ -276,19 +289,31 @@ class RankDisk:
                 # Checked again after the write. A timeline opened before the manifest was durable
                 # took its inventory without it, and may be deleting shards on other disks. A
                 # timeline opened later finds the manifest.
-                if marker in {entry.name for entry in self._filesystem.scan(directory)}:
-                    self._fence.check()
+                there = marker in {entry.name for entry in self._filesystem.scan(directory)}
+                if there and self._newest() <= base.timeline:
                     failpoint("save.after_manifest")
                     return ManifestDurable()
         except FileNotFoundError:
             pass
-        self._fence.check()
-        raise FencedError(
-            f"{base}: the marker of this rank has disappeared",
+        raise self._fenced(base)
+
+    def _check_fence(self, timeline: int, base: BaseId) -> None:
+        if self._newest() > timeline:
+            raise self._fenced(base)
+
+    def _newest(self) -> int:
+        if self._fence is not None:
+            return self._fence.newest_or_next()
+        return newest_timeline(self._filesystem, self._run)
+
+    def _fenced(self, base: BaseId) -> FencedError:
+        newest = self._newest()
+        return FencedError(
+            f"{base}: timeline {newest} has taken the run over",
             step=base.step,
             rank=self._rank,
             path=self._run,
-            hint="something else deletes files of this run: stop it, or use another folder",
+            hint="another process resumed this run; end this one, or use another folder",
         )
 
     def _markers(self, directory: PurePath) -> MarkersSeen:

@@ -6,8 +6,11 @@ duty. Read in this order:
 
 ``server``       attach and detach, liveness of the trainer, the table of messages
 ``connections``  listener and sockets of the event loop
+``presence``     registration in the runtime folder, renewed if it is removed
 ``duty``         contract of a duty; the timeline that all of them serve
 ``duties``       all duties, in the order in which they start and end
 ``bases``        receive captures and have them written
+``copies``       copies in other tiers
 ``auditor``      the background audit: compare a base with the previous base and the log
+``recalls``      contents of memory, for a restarted trainer or a reader
 """

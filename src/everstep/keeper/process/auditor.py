@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
+from typing import Protocol
 
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.lineage import split_by_history
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
-from everstep.keeper.process.duty import ServedTimeline
+from everstep.keeper.log.logs import Logs
+from everstep.keeper.process.duty import Handler, ServedTimeline
 from everstep.run.audits import describe_audit
 from everstep.run.scan import newest_timeline, scan_run
 from everstep.seams import Clock, Seams
 from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.processes.children import Child
+from everstep.seams.processes.children import Child, Ended
 from everstep.seams.processes.conditions import Condition
 from everstep.tiers.durable_files import write_durably
 
@@ -34,6 +36,60 @@ _PROGRAM = "everstep.restore.offline.audit_process"
 _TIMEOUT_S = 1800.0
 _STOP_TIMEOUT_S = 5.0
 _ATTEMPTS = 3
+
+
+class _Child(Protocol):
+    def wait(self, timeout_s: float) -> Ended: ...
+    def kill(self) -> None: ...
+
+
+class Audits:
+    """The keeper's duty to audit bases, if the trainer asks for it.
+
+    Of several ranks that share a disk, only the coordinator's keeper audits: all entries of a base,
+    with the logs of all ranks. The others keep the log on disk current.
+
+    Attributes:
+        auditor: audits bases; None if another keeper does, or none.
+    """
+
+    handlers: Mapping[str, Handler] = {}
+
+    def __init__(self, seams: Seams, run: PurePath, logs: Logs) -> None:
+        self._seams = seams
+        self._run = run
+        self._logs = logs
+        self.auditor: Auditor | None = None
+        self._is_audited_elsewhere = False
+
+    def serve(self, timeline: ServedTimeline) -> None:
+        """Start to audit the bases of a timeline, if its settings ask for it."""
+        self.auditor = None
+        wanted = bool((timeline.settings.get("log") or {}).get("audit"))
+        rank = COORDINATOR if timeline.link is None else timeline.link.session.rank
+        self._is_audited_elsewhere = wanted and rank != COORDINATOR
+        if wanted and rank == COORDINATOR:
+            self.auditor = Auditor(
+                self._seams.filesystem,
+                self._run,
+                timeline.number,
+                self._seams.clock,
+                timeline.channel.post,
+                self._logs.settle,
+            )
+
+    def base_durable(self) -> None:
+        """Have the base audited that has just become durable."""
+        if self.auditor is not None:
+            self.auditor.base_durable()
+        elif self._is_audited_elsewhere:
+            # The audit of a new base needs all records before it, batched or not.
+            self._logs.flush()
+
+    def close(self, *, timeout_s: float = 0.0) -> None:
+        """Kill the audit that is running and discard its result."""
+        if self.auditor is not None:
+            self.auditor.close()
 
 
 class Auditor:
@@ -56,7 +112,7 @@ class Auditor:
         post: Callable[[EverstepError], None],
         settle: Callable[[], None],
         *,
-        start: Callable[[str, Sequence[str]], Child] | None = None,
+        start: Callable[[str, Sequence[str]], _Child] | None = None,
     ) -> None:
         self._filesystem = filesystem
         self._run = run
@@ -68,7 +124,7 @@ class Auditor:
         self._changed = Condition()
         self._due = self._closed = False
         self._not_before_s = clock.monotonic_s()
-        self._child: Child | None = None
+        self._child: _Child | None = None
         self._thread: threading.Thread | None = None
 
     def base_durable(self) -> None:
@@ -198,23 +254,3 @@ class Auditor:
                 # Retention has removed the temporary file (retry), or deleted the base (give up).
                 if not left:
                     _log.info("the audit of base %d is dropped: it was deleted", record.step)
-
-
-def audits(timeline: ServedTimeline) -> bool:
-    """Return True if the trainer asked for audits."""
-    return bool((timeline.settings.get("log") or {}).get("audit"))
-
-
-def auditor_of(
-    timeline: ServedTimeline, seams: Seams, run: PurePath, settle: Callable[[], None]
-) -> Auditor | None:
-    """Return the auditor of a timeline; None if another keeper audits, or none.
-
-    Of several ranks that share a disk, only the coordinator's keeper audits: all entries of a base,
-    with the logs of all ranks.
-    """
-    rank = COORDINATOR if timeline.link is None else timeline.link.session.rank
-    if not audits(timeline) or rank != COORDINATOR:
-        return None
-    post = timeline.channel.post
-    return Auditor(seams.filesystem, run, timeline.number, seams.clock, post, settle)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from everstep.errors import KeeperError, StateError
-from everstep.format.plan import BasePlan
-from everstep.format.writer import ChunkRing, Written
+from everstep.format.writer import ChunkRing
+from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
+from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist.base_writer import BaseWriter
 from everstep.keeper.persist.committer import Timeline
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.process.duty import Handler, ServedTimeline
+from everstep.keeper.replica.rebuilds import Rebuilds
 from everstep.link.capture import Capture, Incoming
 from everstep.link.job_session import JobSession, mailbox_error
 from everstep.link.messages import identity_from_wire, layout_from_wire
@@ -24,10 +26,19 @@ from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.network.mailbox import TcpMailbox
 
-if TYPE_CHECKING:
-    from everstep.keeper.process.duties import Duties
-
 _log = logging.getLogger("everstep.keeper")
+
+
+class BaseEvents(Protocol):
+    """Receives the ends of bases, in the writing thread."""
+
+    def base_ended(self, trainer: AttachedTrainer, capture: Capture) -> None:
+        """A base is durable or has failed; retention follows."""
+        ...
+
+    def base_retained(self, timeline: ServedTimeline, capture: Capture) -> None:
+        """Retention after a base is over."""
+        ...
 
 
 class Bases:
@@ -36,7 +47,6 @@ class Bases:
     Args:
         run: the run folder.
         ring: chunks and threads that write to disk.
-        duties: the other duties, which take captures over, too.
 
     Attributes:
         mailbox: open for the next timeline, if there are several ranks.
@@ -48,12 +58,18 @@ class Bases:
         seams: Seams,
         run: PurePath,
         ring: ChunkRing,
-        duties: Duties,
+        newest_capture: NewestCapture,
+        logs: Logs,
+        rebuilds: Rebuilds,
+        events: BaseEvents,
     ) -> None:
         self._seams = seams
         self._run = run
         self._ring = ring
-        self._duties = duties
+        self._newest_capture = newest_capture
+        self._logs = logs
+        self._rebuilds = rebuilds
+        self._events = events
         self._timeline: ServedTimeline | None = None
         self.mailbox: TcpMailbox | None = None
         self.stopping = False
@@ -62,11 +78,6 @@ class Bases:
     def writer(self) -> BaseWriter | None:
         """Thread that writes bases; None before the first timeline."""
         return None if self._timeline is None else self._timeline.writer
-
-    def audit(self, plan: BasePlan, written: Sequence[Written]) -> None:
-        """Audit a base that no disk has yet; raises AuditError."""
-        if (writer := self.writer) is not None:
-            writer.audit(plan, written)
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -102,7 +113,7 @@ class Bases:
             timeline.trainer.arena,
             records=timeline.log,
             bases=timeline.memory_bases,
-            on_done=lambda capture: self._duties.base_retained(timeline, capture),
+            on_done=lambda capture: self._events.base_retained(timeline, capture),
         )
         # Queued before any base, so that the sweep never sees files of a base in progress.
         timeline.writer.sweep_in_background()
@@ -166,8 +177,8 @@ class Bases:
         if self.stopping:
             raise KeeperError("this keeper was asked to stop")
         # As in captured(): a rebuilt base that is complete replaces the log before it.
-        if self._duties.rebuilds.take_completed() and not timeline.writer.is_one_of_several:
-            self._duties.logs.drop_older(timeline.number)
+        if self._rebuilds.take_completed() and not timeline.writer.is_one_of_several:
+            self._logs.drop_older(timeline.number)
         identity = identity_from_wire(message["identity"])
         arena = trainer.arena
         word = message["word"]
@@ -186,11 +197,11 @@ class Bases:
             word=word,
             stream=message["stream"],
             incoming=Incoming(lambda: arena.progress(word), timeout_s=timeline.timeout_s),
-            on_end=lambda ended: self._duties.base_ended(trainer, ended),
+            on_end=lambda ended: self._events.base_ended(trainer, ended),
         )
         trainer.captures[capture.number] = capture
         # The trainer may fill the block from now on: a capture held in the same memory is lost.
-        self._duties.newest_capture.drop_overwritten(capture, arena)
+        self._newest_capture.drop_overwritten(capture, arena)
         failpoint("keeper.after_begin")
         if not capture.parked:
             timeline.writer.begin(capture)
@@ -211,11 +222,11 @@ class Bases:
         assert timeline is not None
         failpoint("keeper.after_captured")
         # Before the log is dropped: at each moment memory holds a base, or a log that leads there.
-        self._duties.newest_capture.take(capture, trainer.arena)
+        self._newest_capture.take(capture, trainer.arena)
         # Of several ranks another one may still lose its share of this base: the log stays until
         # the base is durable on all of them.
         if not timeline.writer.is_one_of_several:
-            self._duties.logs.drop_older(timeline.number)
+            self._logs.drop_older(timeline.number)
         objects = {name: bytes(data) for name, data in parts.items()}
         # A parked capture is written only on request; it still has to count as complete.
         if capture.parked:
@@ -230,7 +241,7 @@ class Bases:
     def abandon(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
         """Give up a capture whose remaining data will never arrive."""
         trainer.objects.pop(message["number"], None)
-        self._duties.rebuilds.forget(message["number"])
+        self._rebuilds.forget(message["number"])
         capture = trainer.captures.get(message["number"])
         why = message["error"]
         if capture is not None and capture.parked:
@@ -253,7 +264,7 @@ class Bases:
         capture = trainer.captures.get(message["number"])
         if capture is not None and capture.parked:
             del trainer.captures[capture.number]
-        self._duties.newest_capture.forget(message["number"], trainer.arena)
+        self._newest_capture.forget(message["number"], trainer.arena)
 
     def lose(self, trainer: AttachedTrainer) -> None:
         """Drop captures that are incomplete: the trainer has ended."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.link.wire import Connection, accept
 from everstep.seams.clock import Clock
 from everstep.seams.processes.processes import descriptors_max
-
-if TYPE_CHECKING:
-    from everstep.keeper.process.server import Server
 
 _log = logging.getLogger("everstep.keeper")
 _GUESTS_MAX = 64
@@ -23,6 +20,22 @@ _GUESTS_SHARE = 4
 _ACCEPT_PAUSE_S = 0.5
 # A guest that sends no complete message for so long is disconnected.
 _GUEST_S = 10.0
+
+
+class MessageHandler(Protocol):
+    """Receives messages, and the ends of connections that are not guests'."""
+
+    def on_message(self, connection: Connection, message: Any, fds: Sequence[int]) -> None:
+        """Handle one message.
+
+        Raises:
+            KeeperError: the message is invalid; the connection is closed.
+        """
+        ...
+
+    def on_end(self, connection: Connection) -> bool:
+        """Handle the end of a connection; return False if it is a guest's, to be closed here."""
+        ...
 
 
 class Connections:
@@ -35,7 +48,7 @@ class Connections:
         listener: socket for connections of trainers and guests.
     """
 
-    def __init__(self, listener: socket.socket, handler: Server, clock: Clock) -> None:
+    def __init__(self, listener: socket.socket, handler: MessageHandler, clock: Clock) -> None:
         self._listener = listener
         self._handler = handler
         self._clock = clock
@@ -43,11 +56,11 @@ class Connections:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._guests: dict[Connection, float] = {}  # time of the last message of each
         self._farewells: list[Connection] = []
-        self._listens_again_s: float | None = None  # set while accepting is paused
         most = descriptors_max()
         self._guests_max = _GUESTS_MAX
         if most is not None:
             self._guests_max = max(1, min(_GUESTS_MAX, most // _GUESTS_SHARE))
+        self._listens_again_s: float | None = None  # set while accepting is paused
 
     @property
     def count(self) -> int:

@@ -9,13 +9,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-import msgpack
-
-from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError
 from everstep.format.writer import ChunkRing
@@ -23,17 +20,17 @@ from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist.base_writer import BaseWriter
-from everstep.keeper.process.auditor import Auditor, auditor_of, audits
+from everstep.keeper.process.auditor import Audits
 from everstep.keeper.process.bases import Bases
+from everstep.keeper.process.copies import Copies
 from everstep.keeper.process.duty import Duty, Handler, ServedTimeline
+from everstep.keeper.process.recalls import Recalls
 from everstep.keeper.replica.rebuilds import Rebuilds
 from everstep.keeper.replica.served_replica import ServedReplica
-from everstep.keeper.ship.couriers import Couriers
 from everstep.keeper.ship.peer_copies import PeerCopies
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel
-from everstep.link.messages import identity_to_wire, parts_of
-from everstep.link.wire import Connection, error_to_wire
+from everstep.link.wire import error_to_wire
 from everstep.seams import Seams
 
 _log = logging.getLogger("everstep.keeper")
@@ -51,10 +48,10 @@ class Duties:
         bases: receives captures and has them written.
         logs: gradient logs in memory and on disk.
         replicas: copy of the state that follows the log, if there is one.
-        rebuilds: bases captured over several steps.
         peers: copies exchanged with other nodes.
         copies: copies in other tiers, if there are any.
-        auditor: audits bases; None if another keeper does, or none.
+        audits: audits bases, if the training process asked for it.
+        recalls: describes the contents of memory.
         handlers: handler of each kind of message from the attached trainer.
         timeline: timeline that is served; None before the first.
     """
@@ -66,13 +63,12 @@ class Duties:
         self.replicas = ServedReplica(filesystem, run, held)
         # The process that could have resumed from a frozen replica records a log of its own.
         self.logs = Logs(seams, run, ring, on_record=self.replicas.arrived)
-        self.peers = PeerCopies(seams, run, self.base_at_peers)
-        self.rebuilds = Rebuilds(filesystem, run, held)
-        self.bases = Bases(seams, run, ring, self)
-        self.copies = Couriers(seams, run)
-        self.auditor: Auditor | None = None
-        self._seams = seams
-        self._run = run
+        self.peers = PeerCopies(seams, run, held, self.base_at_peers)
+        self._rebuilds = rebuilds = Rebuilds(filesystem, run, held)
+        self.bases = Bases(seams, run, ring, held, self.logs, rebuilds, self)
+        self.copies = Copies(seams, run)
+        self.audits = Audits(seams, run, self.logs)
+        self.recalls = Recalls(held, self.bases, self.logs, self.replicas, self.peers, self.copies)
         # In the order in which they start: bases need the log, and where peers hold bases; replica
         # and rebuilds hand bases over.
         self._all: tuple[Duty, ...] = (
@@ -80,12 +76,13 @@ class Duties:
             self.peers,
             self.bases,
             self.replicas,
-            self.rebuilds,
+            rebuilds,
             self.copies,
+            self.audits,
         )
         self.handlers: dict[str, Handler] = {
             "serve": self.serve,
-            "recall": self.recall,
+            "recall": self.recalls.recall,
         }
         for duty in self._all:
             self.handlers.update(duty.handlers)
@@ -107,8 +104,13 @@ class Duties:
             raise KeeperError("earlier captures are still being written: send settle first")
         # Logs stay, as the new process may resume from them. The replica before the bases: it hands
         # bases to the writing thread.
-        self._end_audit()
-        ending: tuple[Duty, ...] = (self.copies, self.peers, self.replicas, self.bases)
+        ending: tuple[Duty, ...] = (
+            self.audits,
+            self.copies,
+            self.peers,
+            self.replicas,
+            self.bases,
+        )
         for duty in ending:
             duty.close()
         number = message["timeline"]
@@ -134,22 +136,15 @@ class Duties:
             duty.serve(timeline)
         # Last: its log and its writer exist only now.
         self.timeline = timeline
-        self.auditor = auditor_of(timeline, self._seams, self._run, self.logs.settle)
-
-    def _end_audit(self) -> None:
-        """Kill the audit that is running and discard its result."""
-        if self.auditor is not None:
-            self.auditor.close()
-            self.auditor = None
 
     def close(self) -> None:
         """End all threads after they have finished their work."""
-        self._end_audit()
         # Producers before consumers: replica and rebuilds hand bases to the writing thread, and its
-        # bases are what copies and peers use. Logs last, as all of them read from these.
+        # bases are what audits, copies and peers use. Logs last, as all of them read from these.
         ending: tuple[Duty, ...] = (
             self.replicas,
-            self.rebuilds,
+            self._rebuilds,
+            self.audits,
             self.copies,
             self.peers,
             self.bases,
@@ -231,105 +226,6 @@ class Duties:
         held_bytes = self.peers.store.used_bytes + self.peers.logs.used_bytes
         return sum(mine_bytes.values()) + held_bytes
 
-    # --- Contents of memory ---
-
-    def recall(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
-        """Send everything that is in memory to a restarted trainer: the newest base and
-        the logs."""
-        own = bool(message.get("own"))
-        # First: a replica that goes on would change the memory that is about to be described.
-        self.replicas.freeze(trainer, own=own)
-        found = self.newest_capture.recall(trainer.arena, self.bases.audit, own=own)
-        logs = self.logs.recall(trainer, own=own)
-        recalled, blobs, arenas = self._in_memory(found, logs)
-        # After the last step that has arrived: steps after the resume may replace them.
-        if own:
-            self.copies.pause()
-        # Blobs before the reply that refers to them; in chunks, as one message is limited in size.
-        for number, blob in enumerate(blobs):
-            for part in parts_of(blob):
-                trainer.connection.send({"kind": "blob", "number": number, "part": part})
-        fds = [arena.fd for arena in arenas if arena.fd is not None]
-        trainer.connection.send({"kind": "recalled", **recalled}, fds)
-
-    def look(self, connection: Connection, trainer: int | None) -> None:
-        """Send the contents of memory to a process that only reads them.
-
-        Nothing is written, flushed or given up, and no attachment changes. While a trainer is
-        alive, only captures with digests are shown: their memory may be overwritten while it is
-        read, and only the digest reveals that.
-
-        The reply is one small message, however large the index: the index is in shared memory of
-        its own, whose descriptor is sent along. So a reader that is stopped never blocks the
-        keeper. ``settled`` is True if nothing is still being written or digested, ``moves`` are
-        counters that change while that goes on, and ``pending`` is the identity of a base that has
-        no digests yet.
-
-        Args:
-            trainer: process id of the training process that is attached; None without one.
-        """
-        served = trainer is not None
-        writer = self.writer
-        unsettled = self.logs.arriving or (writer is not None and bool(writer.waiting))
-        # Only without a trainer: freezing stops the replica, which a live trainer still needs.
-        if not served and not unsettled:
-            self.replicas.freeze(None, own=True)
-        pending = self.newest_capture.undigested if served else None
-        found = self.newest_capture.look(None if served or unsettled else self.bases.audit)
-        recalled, blobs, arenas = self._in_memory(found, self.logs.look())
-        recalled |= {"blobs": blobs, "pending": pending and identity_to_wire(pending)}
-        index: bytes = msgpack.packb(recalled, unicode_errors="surrogatepass")
-        # The receiver gets duplicates of the descriptors: this mapping can be closed at once.
-        # A failed send must not leak the memory of the index: the context closes it in every case.
-        with Arena.create(len(index)) as memory:
-            memory.view[: len(index)] = index
-            fds = [one.fd for one in (memory, *arenas) if one.fd is not None]
-            message = {
-                "kind": "looked",
-                "size_bytes": len(index),
-                "settled": served or not unsettled,
-                "moves": [] if writer is None else [writer.moves, writer.log_moves],
-                "trainer": trainer,
-            }
-            connection.send(message, fds)
-
-    def _in_memory(
-        self,
-        found: tuple[dict[str, Any], list[bytes], Arena] | None,
-        logs: Iterable[tuple[Arena, bytes]],
-    ) -> tuple[dict[str, Any], list[bytes], list[Arena]]:
-        """Describe the base, the logs and the copies of other ranks that are in memory.
-
-        Returns:
-            The fields of a reply; the blobs that they refer to by index; the arenas, likewise.
-        """
-        base: dict[str, Any] | None = None
-        blobs: list[bytes] = []
-        arenas: list[Arena] = []
-        if found is not None:
-            base, blobs, arena = found
-            base["arena"] = 0
-            arenas = [arena]
-        listed = []
-        for arena, index in logs:
-            if arena not in arenas:
-                arenas.append(arena)
-            listed.append([len(blobs), arenas.index(arena)])
-            blobs.append(index)
-        copies, memories = self.peers.recall()
-        for place, copy in enumerate(copies, len(arenas)):
-            copy["arena"] = place
-        arenas += memories
-        recalled: dict[str, Any] = {"base": base, "logs": listed, "copies": copies}
-        recalled["peer_logs"] = []
-        recalled["served"] = self.logs.served_timelines.to_wire()
-        rows, memory = self.peers.recall_logs()
-        if rows and memory is not None:
-            recalled["peer_logs"] = [[len(blobs), len(arenas)]]
-            blobs.append(msgpack.packb(rows))
-            arenas.append(memory)
-        return recalled, blobs, arenas
-
     # --- In the writing thread ---
 
     def base_ended(self, trainer: AttachedTrainer, capture: Capture) -> None:
@@ -364,11 +260,7 @@ class Duties:
         if capture.save.durable.exception() is None and not capture.save.in_memory:
             base = BaseId(capture.timeline, capture.step)
             self.copies.base_durable(base)
-            if self.auditor is not None:
-                self.auditor.base_durable()
-            elif audits(timeline):
-                # The audit of rank 0 needs all records before a new base, batched or not.
-                self.logs.flush()
+            self.audits.base_durable()
             self.peers.base_durable(base)
 
     def base_at_peers(self, timeline: ServedTimeline, base: BaseId) -> None:

@@ -21,120 +21,16 @@ from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.process.connections import Connections
 from everstep.keeper.process.duties import Duties
+from everstep.keeper.process.presence import Presence, Registered
 from everstep.link.messages import PROTOCOL
-from everstep.link.registry import Registration
 from everstep.link.wire import Connection, error_to_wire
 from everstep.seams import Seams
-from everstep.seams.clock import Clock
 from everstep.seams.network.sockets import close_descriptors
 
 _log = logging.getLogger("everstep.keeper")
-
-_REFRESH_EVERY_S = 3600.0
-
-_LOOK_EVERY_S = 1.0
-
-_TRY_AGAIN_S = 10.0
-
-
-class Presence:
-    """Keeps this keeper findable.
-
-    Without its files in the runtime folder no restarted trainer finds this keeper, and all state in
-    its memory is lost.
-
-    Args:
-        run: the run folder.
-    """
-
-    def __init__(
-        self, registration: Registration, connections: Connections, run: PurePath, clock: Clock
-    ) -> None:
-        self._registration = registration
-        self._connections = connections
-        self._run = run
-        self._clock = clock
-        self._refresh_s = clock.monotonic_s() + _REFRESH_EVERY_S
-        self._look_s = clock.monotonic_s()
-        self._hidden = False  # the registration is lost, and that was reported
-        self._replaced = False  # another keeper is registered in its place
-
-    def refresh(self) -> None:
-        """Refresh the files now and then."""
-        now_s = self._clock.monotonic_s()
-        if now_s >= self._refresh_s:
-            self._refresh_s = now_s + _REFRESH_EVERY_S
-            self._registration.refresh_times()
-
-    def look_at_once(self) -> None:
-        """Check the registration at the next turn: a restarted trainer will look for it soon."""
-        self._look_s = self._clock.monotonic_s()
-
-    def check(self, trainer: AttachedTrainer | None, duties: Duties) -> bool:
-        """Register again if the files in the runtime folder were removed.
-
-        Args:
-            trainer: trainer that is attached, to be warned.
-            duties: their memory may hold state that no disk has.
-
-        Returns:
-            False if this keeper has to end: nobody needs it, or another one serves the run.
-        """
-        now_s = self._clock.monotonic_s()
-        if now_s < self._look_s:
-            return True
-        self._look_s = now_s + _LOOK_EVERY_S
-        if self._registration.is_current:
-            self._hidden = False
-            return True
-        if trainer is None and (self._replaced or not duties.holds_only_copy):
-            return False
-        if self._replaced:
-            return True
-        try:
-            listener = self._registration.again()
-        except KeeperError as error:
-            self._look_s += _TRY_AGAIN_S - _LOOK_EVERY_S
-            self._report_hidden(trainer, error, f"the keeper tries again every {_TRY_AGAIN_S:g} s")
-            return True
-        if listener is None:
-            # For good: even if that keeper ends, the run has continued without this one.
-            self._replaced = True
-            why = KeeperError("another keeper of this run has its place", path=self._run)
-            self._report_hidden(trainer, why, "everstep ps shows it")
-            return True
-        self._hidden = False
-        self._connections.replace_listener(listener)
-        _log.warning("the registration files in the runtime folder were removed: written again")
-        return True
-
-    def release(self) -> None:
-        """Release the registration: from here on other processes find no keeper."""
-        self._registration.release()
-
-    def _report_hidden(self, trainer: AttachedTrainer | None, why: KeeperError, then: str) -> None:
-        """Warn once that no restarted trainer can find this keeper."""
-        if self._hidden:
-            return
-        self._hidden = True
-        notice = KeeperError(
-            "no other process can find the keeper of this process any more: its files in the "
-            f"runtime folder were removed and cannot be recreated: {why.message}",
-            path=why.path,
-            hint=f"{then}. Steps since the newest base on disk are lost if this process is killed: "
-            "ckpt.save() takes a base now",
-        )
-        _log.error("%s", notice)
-        if trainer is not None:
-            trainer.send({"kind": "notice", "error": error_to_wire(notice)})
-
-
 _TICK_S = 0.2
-
 _SETTLING_TICK_S = 0.02
-
 _TELL_EVERY_S = 0.05
-
 _NONSENSE = (
     ArithmeticError,
     AssertionError,
@@ -144,8 +40,6 @@ _NONSENSE = (
     TypeError,
     ValueError,
 )
-
-
 # The trainer that has started the keeper is about to attach.
 _FIRST_TRAINER_S = 60.0
 
@@ -172,7 +66,7 @@ class Server:
         self,
         listener: socket.socket,
         run: PurePath,
-        registration: Registration,
+        registration: Registered,
         *,
         version: str,
         linger_s: float,
@@ -183,6 +77,7 @@ class Server:
         self._run = run
         self._version = version
         self._linger_s = linger_s
+        self._filesystem = seams.filesystem
         self._clock = seams.clock
         self.connections = Connections(listener, self, seams.clock)
         self._presence = Presence(registration, self.connections, run, seams.clock)
@@ -249,10 +144,23 @@ class Server:
         ):
             self._lose_trainer(trainer)
             return
-        if not self._ending and not self._presence.check(trainer, self.duties):
+        if not self._ending and not self._presence.check(trainer, self._has_only_copy):
             self.end()
         if trainer is not None:
             self._send_progress(trainer)
+
+    def _has_only_copy(self) -> bool:
+        """Return True if memory holds state that a later trainer may need and no disk has."""
+        if not self.duties.holds_only_copy:
+            return False
+        try:
+            self._filesystem.scan(self._run)
+        except (FileNotFoundError, NotADirectoryError):
+            # The run folder itself was removed: nobody will resume it.
+            return False
+        except OSError:
+            pass
+        return True
 
     def _send_progress(self, trainer: AttachedTrainer) -> None:
         """Send counters now and then, and ``settled`` when everything queued was written."""
@@ -329,7 +237,9 @@ class Server:
         if message.get("protocol") != PROTOCOL:
             connection.send({"kind": "refused", "version": self._version, "protocol": PROTOCOL})
             return
-        self.duties.look(connection, None if trainer is None else trainer.watch.pid)
+        self.duties.recalls.look(served=trainer is not None).send(
+            connection, None if trainer is None else trainer.watch.pid
+        )
 
     def _attach(self, connection: Connection, message: Any) -> None:
         """Attach a trainer, which replaces the one before.
@@ -461,12 +371,10 @@ _GUEST_HANDLERS: Mapping[str, Callable[[Server, Connection, Any], None]] = {
     "stop": Server._stop,
     "attach": Server._attach,
 }
-
 """Handler of each kind of message that any client may send."""
 
 _TRAINER_HANDLERS: Mapping[str, Callable[[Server, AttachedTrainer, Any], None]] = {
     "settle": Server._on_settle,
     "bye": Server._on_bye,
 }
-
 """Handler of each kind of message from the trainer that concerns the process, not a duty."""

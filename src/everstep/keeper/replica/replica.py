@@ -9,33 +9,26 @@ torch; the thread imports it when it starts to work.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from everstep.arena.memory import Arena
-from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError, StateError
 from everstep.format.plan import BasePlan
 from everstep.format.records import TimelineRecord
 from everstep.keeper.log.log_store import LoggedStep, LogStore
 from everstep.keeper.persist.base_writer import BaseWriter
-from everstep.keeper.process.duty import ServedTimeline
-from everstep.link.assembly import Samples, check_samples
 from everstep.link.capture import Capture, Incoming, shard_offsets
+from everstep.link.samples import Samples, check_samples
 from everstep.link.save import Save, complete
-from everstep.link.wire import error_to_wire
 from everstep.seams.failpoints import failpoint
 from everstep.seams.memory import copy_view
 from everstep.seams.processes.conditions import Condition
 from everstep.state.layout.shards import pieces
 
-_log = logging.getLogger("everstep.keeper")
-
 _STEPS_AT_ONCE = 4
-
 """Most steps applied at once.
 
 More steps per pass over the state are faster; other threads wait for a pass to end.
@@ -72,58 +65,20 @@ class BaseRequest:
     samples: tuple[Samples, ...] = ()
 
 
-class ReplicaReports:
-    """Reports events of a replica to its training process, and refusals to the other ranks; in any
-    thread.
-    """
-
-    def __init__(self, timeline: ServedTimeline) -> None:
-        self._timeline = timeline
-        self._trainer = timeline.trainer
+class ReplicaEvents(Protocol):
+    """Receives events of a replica, in any thread."""
 
     def persisted(self, requests: Sequence[BaseRequest], base: Capture) -> None:
-        """Report that a base that answers these requests is durable or has failed."""
-        error = base.save.durable.exception()
-        if error is not None:
-            known = error if isinstance(error, EverstepError) else EverstepError(repr(error))
-            self.refused(requests, known, base.step)
-            return
-        self._trainer.send(
-            {
-                "kind": "persisted",
-                "numbers": [request.number for request in requests],
-                "step": base.step,
-                "size_bytes": base.plan.size_bytes,
-            }
-        )
+        """A base that answers these requests is durable or has failed."""
+        ...
 
-    def refused(
-        self, requests: Sequence[BaseRequest], error: EverstepError, step: int | None = None
-    ) -> None:
-        """Report that a base will not be made.
-
-        Args:
-            step: step of the base that failed; None: none was begun.
-        """
-        for request in requests:
-            # Otherwise the other ranks would wait for this rank's files until a timeout.
-            reason = f"this rank's replica cannot provide it: {error.message}"
-            base = BaseId(self._timeline.number, request.step)
-            self._timeline.writer.committer.refuse(base, reason)
-        self._trainer.send(
-            {
-                "kind": "asks_refused",
-                "numbers": [request.number for request in requests],
-                "step": step,
-                "error": error_to_wire(error),
-            }
-        )
+    def refused(self, requests: Sequence[BaseRequest], error: EverstepError) -> None:
+        """There will be no base for these requests."""
+        ...
 
     def stopped(self, error: EverstepError, *, for_good: bool) -> None:
-        """Report that the replica has stopped, until the next base or ``for_good``."""
-        _log.error("the replica has stopped: %s", error)
-        self._trainer.send({"kind": "error", "error": error_to_wire(error)})
-        self._trainer.send({"kind": "replica_stopped", "for_good": for_good, "why": error.message})
+        """The replica has stopped, until the next base or ``for_good``."""
+        ...
 
 
 @dataclass(slots=True)
@@ -269,7 +224,7 @@ class Replica:
         keeper: BaseWriter,
         read_record: Callable[[], TimelineRecord | None],
         limits: ReplicaLimits,
-        events: ReplicaReports,
+        events: ReplicaEvents,
         *,
         timeout_s: float,
     ) -> None:

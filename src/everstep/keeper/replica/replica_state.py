@@ -19,8 +19,9 @@ from everstep.format.plan import BasePlan
 from everstep.format.records import Marker, TimelineRecord
 from everstep.keeper.log.log_store import LoggedStep
 from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperparameters
-from everstep.link.assembly import Assembly, check_samples
+from everstep.link.assembly import Assembly
 from everstep.link.capture import Capture, shard_offsets
+from everstep.link.samples import check_samples
 from everstep.replay.engine import ReplayOptions
 from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.state import OfflineState

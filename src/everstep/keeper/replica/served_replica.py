@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from everstep.arena.memory import Arena
+from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.process.duty import Handler, ServedTimeline
 from everstep.keeper.replica.rebuilds import timeline_record
-from everstep.keeper.replica.replica import BaseRequest, Replica, ReplicaLimits, ReplicaReports
-from everstep.link.assembly import Samples
+from everstep.keeper.replica.replica import BaseRequest, Replica, ReplicaLimits
 from everstep.link.capture import Capture
+from everstep.link.samples import Samples
+from everstep.link.wire import error_to_wire
 from everstep.seams.files.filesystem import FileSystem
+
+_log = logging.getLogger("everstep.keeper")
 
 
 class ServedReplica:
@@ -39,6 +44,8 @@ class ServedReplica:
         # The replica's state while it is held, unchanged, for the next process.
         self._frozen: Capture | None = None
         self._frozen_for: AttachedTrainer | None = None
+        # Numbers of requested bases that are neither durable nor refused.
+        self._requested: set[int] = set()
 
     @property
     def step(self) -> int | None:
@@ -70,14 +77,19 @@ class ServedReplica:
         """Start a timeline; its ``replica`` setting says whether it has a replica."""
         self._served = timeline
         limits = timeline.settings.get("replica")
+        # A new set: threads of the old replica may still use the old one.
+        requested: set[int] = set()
+        self._requested = requested
         if limits is None:
             return
+        # A requested base will be followed by retention, which may free space for the log.
+        timeline.log.segments.bases_expected.append(lambda: bool(requested))
         self.replica = Replica(
             timeline.log,
             timeline.writer,
             lambda: timeline_record(self._filesystem, self._run, timeline.number),
             ReplicaLimits(limits["size_bytes"], limits["threads"]),
-            ReplicaReports(timeline),
+            _Reports(timeline, requested),
             timeout_s=timeline.timeout_s,
         )
 
@@ -99,8 +111,10 @@ class ServedReplica:
         if self.replica is None:
             error = EverstepError("this keeper has no replica", step=request.step)
             assert self._served is not None
-            ReplicaReports(self._served).refused([request], error)
+            reports = _Reports(self._served, self._requested)
+            reports.refused([request], error)
             return
+        self._requested.add(request.number)
         self.replica.request_base(request)
 
     def base_durable(self, base: Capture, arena: Arena) -> None:
@@ -149,6 +163,7 @@ class ServedReplica:
 
     def lose(self) -> None:
         """Drop all requests: the training process died, and its successor does not need them."""
+        self._requested.clear()
         if self.replica is not None:
             self.replica.drop_requests()
 
@@ -172,3 +187,56 @@ class ServedReplica:
     @property
     def _is_one_of_several(self) -> bool:
         return self._served is not None and self._served.writer.is_one_of_several
+
+
+class _Reports:
+    """Reports events of a replica to its training process, and refusals to the other ranks."""
+
+    def __init__(self, timeline: ServedTimeline, requested: set[int]) -> None:
+        self._timeline = timeline
+        self._trainer = timeline.trainer
+        self._requested = requested
+
+    def persisted(self, requests: Sequence[BaseRequest], base: Capture) -> None:
+        error = base.save.durable.exception()
+        if error is not None:
+            known = error if isinstance(error, EverstepError) else EverstepError(repr(error))
+            self.refused(requests, known, base.step)
+            return
+        self._requested.difference_update(request.number for request in requests)
+        self._trainer.send(
+            {
+                "kind": "persisted",
+                "numbers": [request.number for request in requests],
+                "step": base.step,
+                "size_bytes": base.plan.size_bytes,
+            }
+        )
+
+    def refused(
+        self, requests: Sequence[BaseRequest], error: EverstepError, step: int | None = None
+    ) -> None:
+        """Report that a base will not be made.
+
+        Args:
+            step: step of the base that failed; None: none was begun.
+        """
+        self._requested.difference_update(request.number for request in requests)
+        for request in requests:
+            # Otherwise the other ranks would wait for this rank's files until a timeout.
+            reason = f"this rank's replica cannot provide it: {error.message}"
+            base = BaseId(self._timeline.number, request.step)
+            self._timeline.writer.committer.refuse(base, reason)
+        self._trainer.send(
+            {
+                "kind": "asks_refused",
+                "numbers": [request.number for request in requests],
+                "step": step,
+                "error": error_to_wire(error),
+            }
+        )
+
+    def stopped(self, error: EverstepError, *, for_good: bool) -> None:
+        _log.error("the replica has stopped: %s", error)
+        self._trainer.send({"kind": "error", "error": error_to_wire(error)})
+        self._trainer.send({"kind": "replica_stopped", "for_good": for_good, "why": error.message})

@@ -6,10 +6,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import PurePath
 
-from everstep.errors import FencedError
+from everstep.commit.base_commit import CheckFence, FenceSeen
+from everstep.commit.deletion import (
+    AlreadyDeleted,
+    BaseDeletion,
+    Condemn,
+    Condemned,
+    DeletionAction,
+    DeletionEvent,
+    FilesDeleted,
+    Lift,
+    Lifted,
+)
 from everstep.format.names import (
     AUDIT_RECORD,
     CONDEMNED,
@@ -23,7 +34,7 @@ from everstep.format.names import (
     parse_shard,
     timeline_dir,
 )
-from everstep.run.scan import BaseFound
+from everstep.run.scan import BaseFound, newest_timeline
 from everstep.run.uncondemn import uncondemn
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
@@ -33,46 +44,64 @@ from everstep.tiers.slots import SlotStore
 
 def delete_base(
     filesystem: FileSystem,
-    path: PurePath,
+    run: PurePath,
+    base: BaseFound,
     slots: SlotStore | None,
-    check_fence: Callable[[], None] = lambda: None,
+    *,
+    timeline: int | None,
+    newest: Callable[[], int] | None = None,
 ) -> None:
-    """Delete a committed base: condemn it, check the fence again, delete its files (``adr/004``).
-
-    A process that resumes first opens its timeline and then looks for the condemned manifest. So
-    either it sees the condemned manifest and chooses another base, or this function sees the new
-    timeline and lifts the condemnation. With several disks, each has its own manifest and fence,
-    and this argument holds on each of them.
+    """Delete a committed base: condemn it, check the fence again, delete its files.
 
     Args:
-        path: directory of the base.
         slots: parks the data files instead of deleting them; None deletes them.
-        check_fence: raises if a newer timeline has begun; without it none fences this process off,
-            as a person at the command line.
+        timeline: timeline of the deleting process; None for a person at the command line, whom no
+            timeline fences off.
+        newest: returns the number of the newest timeline; None reads it from the folder.
 
     Raises:
-        FencedError: raised by ``check_fence``. The base is unchanged, or the process of the newer
+        FencedError: a newer timeline has begun. The base is unchanged, or the process of that
             timeline saw the mark and has deleted it.
     """
-    check_fence()
+    look = newest or (lambda: newest_timeline(filesystem, run))
+    deletion = BaseDeletion(base.id, timeline)
+    action: DeletionAction | None = deletion.start()
+    while action is not None:
+        action = deletion.on(perform_deletion(filesystem, base.path, action, slots, look))
+
+
+def perform_deletion(
+    filesystem: FileSystem,
+    path: PurePath,
+    action: DeletionAction,
+    slots: SlotStore | None,
+    newest: Callable[[], int],
+) -> DeletionEvent:
+    """Carry out one action of the deletion of the base at ``path``.
+
+    Args:
+        newest: returns the number of the newest timeline.
+    """
+    if isinstance(action, CheckFence):
+        return FenceSeen(newest())
     try:
-        condemn(filesystem, path)
-        failpoint("retain.after_condemn")
-        try:
-            # Look again after the rename: a process that resumed in between may not have seen it.
-            check_fence()
-        except FencedError:
-            uncondemn(filesystem, path)
-            raise
+        if isinstance(action, Condemn):
+            _condemn(filesystem, path)
+            failpoint("retain.after_condemn")
+            return Condemned()
+        if isinstance(action, Lift):
+            lifted = uncondemn(filesystem, path)
+            return Lifted() if lifted else AlreadyDeleted(newest())
         # Fails if a resuming process has lifted the mark first: of two renames one succeeds.
         filesystem.rename(path / CONDEMNED, path / DELETING)
         _delete_files(filesystem, path, slots)
+        return FilesDeleted()
     except FileNotFoundError:
         # Another process deletes the base, too, or has lifted the mark.
-        check_fence()
+        return AlreadyDeleted(newest())
 
 
-def condemn(filesystem: FileSystem, path: PurePath) -> None:
+def _condemn(filesystem: FileSystem, path: PurePath) -> None:
     """Replace the manifest of a base with the condemned mark, durably."""
     try:
         filesystem.rename(path / MANIFEST, path / CONDEMNED)
@@ -171,8 +200,8 @@ def delete_segments(
         timelines: timelines whose segments are considered.
         unneeded: returns True for a segment ``(timeline, first, last)`` to delete.
         check_fence: raises if a newer timeline has begun.
-        own: timeline of this process. A segment of it without a marker stays: it may be being
-            written.
+        own: timeline of this process. A segment of it without a marker may be being written, unless
+            a later one has a marker: segments are written one after the other.
         rank: deletes only the files of this rank; None deletes those of all ranks.
 
     Returns:
@@ -189,18 +218,38 @@ def delete_segments(
         except FileNotFoundError:
             continue
         names = sorted(entry.name for entry in entries if entry.kind == "dir")
+        written: int | None = None
         for name in names:
             steps = parse_segment(name)
             if steps is None or not unneeded((timeline, *steps)):
                 continue
             check_fence()
             failpoint("retain.before_segment")
+            # Determined before the first deletion, which would remove the markers it looks for.
+            if timeline == own and written is None:
+                written = _last_written(filesystem, directory, names, rank)
+            complete_only = timeline == own and steps[1] >= (written or 0)
             # Another process may be deleting the same segment.
             with contextlib.suppress(FileNotFoundError):
                 deleted += _delete_segment(
-                    filesystem, directory / name, complete_only=timeline == own, rank=rank
+                    filesystem, directory / name, complete_only=complete_only, rank=rank
                 )
     return deleted
+
+
+def _last_written(
+    filesystem: FileSystem, directory: PurePath, names: Sequence[str], rank: int | None
+) -> int:
+    """Return the last step of the newest segment that has a marker (of ``rank``); 0 without one."""
+    for name in reversed(names):
+        steps = parse_segment(name)
+        if steps is None:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            ranks = {parse_marker(entry.name) for entry in filesystem.scan(directory / name)}
+            if ranks - {None} if rank is None else rank in ranks:
+                return steps[1]
+    return 0
 
 
 def _delete_segment(

@@ -17,11 +17,17 @@ from pathlib import PurePath
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import needed_by
 from everstep.config.intervals import History
-from everstep.errors import DamageError
+from everstep.errors import DamageError, FencedError
 from everstep.format.names import (
+    AUDIT_RECORD,
+    CONDEMNED,
+    DELETING,
     LOG_DIR,
+    MANIFEST,
     SLOTS_DIR,
     TEMPORARY_SUFFIX,
+    parse_marker,
+    parse_shard,
     timeline_dir,
 )
 from everstep.format.writer import ChunkRing
@@ -135,7 +141,8 @@ class Retention:
             if base.id.timeline > self._timeline:
                 continue
             unfinished = base.status in ("incomplete", "condemned") and not base.is_usable
-            if unfinished:
+            # A directory with files of the user stays, even if nothing in it can be loaded.
+            if unfinished and _only_ours(base):
                 delete_files(self._filesystem, base, self._slots, check_fence=self._fence.check)
             elif base.status in ("committed", "complete") and _temporary(
                 f.name for f in base.files
@@ -170,8 +177,26 @@ class Retention:
                 uncondemn(self._filesystem, base.path)
         for victim in victims:
             # Oldest first: after a crash in between, the newest bases are still complete.
-            delete_base(self._filesystem, bases[victim].path, self._slots, self._fence.check)
+            self._delete(bases[victim])
             self._good.forget(victim)
+
+    def _delete(self, base: BaseFound) -> None:
+        own = self._timeline
+        fence = self._fence
+        try:
+            # Reads the fence again between the two steps of the deletion.
+            delete_base(
+                self._filesystem,
+                self._run,
+                base,
+                self._slots,
+                timeline=own,
+                newest=fence.newest_or_next,
+            )
+        except FencedError:
+            # Raises with the details that the deletion does not have, if the fence is still closed.
+            fence.check()
+            raise
 
     def _needed(
         self, inventory: Inventory, bases: Mapping[BaseId, BaseFound], victims: Collection[BaseId]
@@ -223,3 +248,14 @@ class Retention:
 
 def _temporary(names: Iterable[str]) -> bool:
     return any(name.endswith(TEMPORARY_SUFFIX) for name in names)
+
+
+def _only_ours(base: BaseFound) -> bool:
+    """Return True if everstep writes files of all the names in the directory."""
+
+    def ours(name: str) -> bool:
+        name = name.removesuffix(TEMPORARY_SUFFIX)
+        known = name in (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING)
+        return known or parse_marker(name) is not None or parse_shard(name) is not None
+
+    return all(entry.kind == "file" and ours(entry.name) for entry in base.files)

@@ -8,34 +8,20 @@ manifest and each deletion.
 Files are verified against their digests while they are copied. Files that an earlier keeper has
 already copied are not sent again. If newer bases are committed during a copy, only the newest is
 copied next.
-
-With several ranks, each rank's keeper copies its own files. Rank 0 chooses the base, so that all
-ranks copy the same one. When every marker is in the tier, it creates the manifest (I5): the same as
-on the disks, as it follows from the markers alone. If rank 0 dies before that, the next start of
-the job does so (:mod:`everstep.restore.fetch.rank_copies`), or rank 0's next keeper.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.messages import CopyMessage, CopyProgress, CopyReply, CopyRequest
+from everstep.commit.job.messages import CopyMessage, CopyProgress
 from everstep.commit.lineage import BaseId, split_by_history
-from everstep.errors import (
-    DeadlineError,
-    EverstepError,
-    FencedError,
-    ForeignDirectoryError,
-    InfeasibleError,
-    StorageError,
-)
-from everstep.format.message_codec import Stored
+from everstep.errors import FencedError, ForeignDirectoryError, InfeasibleError, StorageError
 from everstep.format.names import (
     MANIFEST,
     RUN_RECORD,
@@ -54,15 +40,23 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.tiers.streams import read_record
 
-if TYPE_CHECKING:
-    from everstep.keeper.persist.job_link import JobLink
-
 _log = logging.getLogger("everstep.keeper")
 _RATE_POLL_S = 1.0
 _REPORT_INTERVAL_MIN_S = 0.1
-_POLL_S = 0.1
-# A longer gap between two ticks means that the driver itself was blocked and received nothing.
-_TICK_GAP_S = 5.0
+
+
+class OtherKeepers(Protocol):
+    """Connections to the keepers of the other ranks (:class:`.job_link.JobLink`)."""
+
+    last_receive_s: float
+
+    def send(self, rank: int, message: CopyMessage) -> None:
+        """Send a message; it may be lost."""
+        ...
+
+    def is_disconnected(self, rank: int) -> bool:
+        """Return True if a rank will send nothing any more."""
+        ...
 
 
 class CopyGroup:
@@ -78,7 +72,7 @@ class CopyGroup:
 
     def __init__(
         self,
-        others: JobLink | None,
+        others: OtherKeepers | None,
         clock: Clock,
         number: int,
         rank: int,
@@ -89,7 +83,7 @@ class CopyGroup:
         self.rank = rank
         self.world = world
         self.timeout_s = timeout_s
-        self._report_interval_s = max(_REPORT_INTERVAL_MIN_S, timeout_s / 10)
+        self.report_interval_s = max(_REPORT_INTERVAL_MIN_S, timeout_s / 10)
         self._others = others
         self._clock = clock
         self._next_report_s = 0.0
@@ -102,7 +96,8 @@ class CopyGroup:
     @property
     def last_receive_s(self) -> float:
         """Time when the keepers' connections were last read."""
-        return 0.0 if self._others is None else self._others.last_receive_s
+        assert self._others is not None
+        return self._others.last_receive_s
 
     def send(self, message: CopyMessage) -> None:
         """Send a message to rank 0, or from there to all other ranks; it may be lost."""
@@ -122,7 +117,7 @@ class CopyGroup:
         """Send from time to time that this rank is still copying; called in any thread."""
         now_s = self._clock.monotonic_s()
         if now_s >= self._next_report_s:
-            self._next_report_s = now_s + self._report_interval_s
+            self._next_report_s = now_s + self.report_interval_s
             self.send(CopyProgress(self.number))
 
 
@@ -261,82 +256,8 @@ class BaseCopier:
             ) from error
 
 
-@dataclass(slots=True)
-class CopyRound:
-    """Replies of the ranks that copy one base to one place, as rank 0 knows them.
-
-    They are hints only: before it creates the manifest, rank 0 checks in the tier itself that every
-    marker is there.
-
-    Args:
-        ranks: ranks that were sent a request; rank 0 is not among them.
-        silent_s: seconds without a message after which rank 0 no longer waits for a rank.
-        repeat_s: seconds between repetitions of an unanswered request.
-
-    Attributes:
-        there: ranks that have reported that their files are in place.
-        problems: error message by rank, for ranks whose copy failed.
-    """
-
-    base: BaseId
-    ranks: Collection[int]
-    silent_s: float
-    repeat_s: float = 1.0
-    there: set[int] = field(default_factory=set)
-    problems: dict[int, str] = field(default_factory=dict)
-    _last_message_s: dict[int, float] = field(default_factory=dict)
-    _requested_s: float | None = None
-    _now_s: float | None = None
-
-    @property
-    def waits_for(self) -> tuple[int, ...]:
-        """Ranks that have not reported success or failure."""
-        return tuple(r for r in self.ranks if r not in self.there and r not in self.problems)
-
-    def on_reply(self, rank: int, base: BaseId, problem: str) -> None:
-        """Record the result of ``rank`` for ``base``; an empty ``problem`` means success."""
-        self.on_message(rank)
-        # A late reply about an earlier base is proof of life, and nothing more.
-        if base != self.base or rank not in self.ranks:
-            return
-        if problem:
-            self.problems[rank] = problem
-        else:
-            self.there.add(rank)
-
-    def on_message(self, rank: int) -> None:
-        """Record that ``rank`` has sent a message of any kind."""
-        if self._now_s is not None:
-            self._last_message_s[rank] = self._now_s
-
-    def tick(self, now_s: float) -> tuple[int, ...]:
-        """Advance the clock and return the ranks to which the request must be sent now."""
-        if self._now_s is None:
-            self._last_message_s = dict.fromkeys(self.ranks, now_s)
-        elif now_s - self._now_s > _TICK_GAP_S:
-            # Messages were not read during the gap, so it must not count as silence of the ranks.
-            gap_s = now_s - self._now_s
-            self._last_message_s = {rank: s + gap_s for rank, s in self._last_message_s.items()}
-        self._now_s = now_s
-        if self._requested_s is not None and now_s - self._requested_s < self.repeat_s:
-            return ()
-        self._requested_s = now_s
-        return self.waits_for
-
-    @property
-    def silent(self) -> tuple[int, ...]:
-        """Ranks that have sent no message for longer than ``silent_s``."""
-        now_s = self._now_s
-        if now_s is None:
-            return ()
-        silent_s = self.silent_s
-        return tuple(r for r in self.waits_for if now_s - self._last_message_s[r] > silent_s)
-
-
 class BaseCopies:
     """Copies the newest base of one timeline, as it becomes durable, to one place.
-
-    This is the work of a single rank, or of rank 0: it also has the other ranks copy their files.
 
     Args:
         run: the run folder on ``filesystem``.
@@ -358,12 +279,17 @@ class BaseCopies:
         self.courier = courier
         self.copier = BaseCopier(courier, filesystem, run, group)
         self.group = group
-        self.retention = CopyRetention(courier.place, keep, courier.post, timeout_s=group.timeout_s)
+        self.retention = CopyRetention(
+            courier.place,
+            keep,
+            courier.post,
+            timeout_s=group.timeout_s,
+            several=group.world > 1,
+        )
         self._place = courier.place
         self._every_s = every_s
         self._timelines = TimelineCache()
         self._published = False
-        self._round: CopyRound | None = None
 
     @property
     def busy(self) -> bool:
@@ -401,14 +327,9 @@ class BaseCopies:
         self.copy_newest()
         self.retain()
 
-    def on_message(self, sender: int, message: CopyMessage) -> None:
-        """Handle a message of another rank about this place."""
-        with self.courier.changed:
-            if self._round is not None and isinstance(message, CopyReply):
-                self._round.on_reply(sender, message.base, message.problem)
-            elif self._round is not None:
-                self._round.on_message(sender)
-            self.courier.changed.notify_all()
+    def waiting(self) -> float | None:
+        """Do nothing while no copy is due."""
+        return None
 
     def copy_newest(self) -> BaseId | None:
         """Copy the newest base of the history unless it is already there; return its id.
@@ -443,6 +364,7 @@ class BaseCopies:
         is_copied = self._place.size_of(self.copier.name(base.path / MANIFEST)) is not None
         if not is_copied and not self._copy(base):
             return None
+        self.courier.stats.step = base.id.step
         return base.id
 
     def retain(self) -> None:
@@ -456,112 +378,15 @@ class BaseCopies:
         self.retention.run()
 
     def _may_copy(self, base: BaseFound) -> bool:
-        """Return True if the base was saved by the same number of ranks.
-
-        Files of other ranks' bases are on disks that no running keeper reads.
-        """
-        return base.manifest is not None and len(base.manifest.markers) == self.group.world
+        """Return True if this base can be copied by this process."""
+        return True
 
     def _copy(self, base: BaseFound) -> bool:
         """Copy a base; return False if it cannot be copied and that is no error."""
-        manifest = base.manifest
-        assert manifest is not None
-        group = self.group
-        with self.courier.changed:
-            self._round = CopyRound(base.id, group.followers, group.timeout_s)
-        try:
-            self._request_copies(manifest)
-            mine = manifest.markers[group.rank]
-            if not self.copier.has_files_of(mine):
-                self.copier.copy_files(base, [mine])
-            self._await_others(manifest)
-            self._commit(base, manifest)
-        except StorageError as error:
-            if base.id.timeline == self._place.timeline:
-                raise
-            # A base of an earlier start: hosts that stored files of it may have been replaced.
-            _log.info("%s is not copied: %s", base.id, error.message)
-            return False
-        else:
-            self.retention.all_ranks_past(base.id)
-            return True
-        finally:
-            with self.courier.changed:
-                self._round = None
-
-    def _commit(self, base: BaseFound, manifest: Manifest) -> None:
-        """Write the manifest if all files are in the tier, whatever the ranks have reported."""
-        # Checked in the tier: a report may come from a keeper whose files were lost since.
-        if missing := self._missing(manifest):
-            raise StorageError(
-                f"the copy of {base.id} is not committed: files of rank {missing[0]} are missing "
-                f"in {self._place.url}",
-                step=base.id.step,
-                rank=missing[0],
-                tier=self._place.kind,
-                path=self._place.url,
-                hint="the next base will be copied",
-            )
-        failpoint("copy.before_manifest")
-        self.copier.commit(base, manifest)
-
-    def _missing(self, manifest: Manifest) -> list[int]:
-        others = (one for one in manifest.markers if one.rank != self.group.rank)
-        return [one.rank for one in others if not self.copier.has_files_of(one)]
-
-    def _request_copies(self, manifest: Manifest) -> None:
-        with self.courier.changed:
-            assert self._round is not None
-            ranks = self._round.tick(self.group.last_receive_s)
-        for rank in ranks:
-            self.group.send_to(rank, CopyRequest(self.group.number, Stored(manifest)))
-
-    def _await_others(self, manifest: Manifest) -> None:
-        """Wait until every rank's files are in the tier, as reported or as found there."""
-        while True:
-            # Repeated: requests and replies may be lost.
-            self._request_copies(manifest)
-            self.group.report_progress()
-            with self.courier.changed:
-                current = self._round
-                assert current is not None
-                if self.courier.closed:
-                    raise StorageError("copying was stopped while other ranks were copying")
-                if current.problems:
-                    raise self._failure(current, ())
-                if not current.waits_for:
-                    return
-                ended = tuple(r for r in current.waits_for if self.group.is_disconnected(r))
-                lost = current.silent or ended
-                if not lost:
-                    self.courier.changed.wait(_POLL_S)
-                    continue
-            # Outside the lock: this reads the tier, and messages must be handled meanwhile.
-            missing = set(self._missing(manifest))
-            if missing & set(lost):
-                raise self._failure(current, lost)
-            # Their files are there; only the message about it was lost.
-            current.there |= set(lost)
-
-    def _failure(self, current: CopyRound, lost: tuple[int, ...]) -> EverstepError:
-        """Return the error for a copy that other ranks did not complete."""
-        if current.problems:
-            rank, problem = min(current.problems.items())
-            return StorageError(
-                f"{current.base} is not copied: rank {rank} could not copy its files: {problem}",
-                step=current.base.step,
-                rank=rank,
-                tier=self._place.kind,
-                path=self._place.url,
-                hint="older copies are kept; the next base will be copied",
-            )
-        return DeadlineError(
-            f"{current.base} is not copied: no message from rank(s) {', '.join(map(str, lost))}",
-            step=current.base.step,
-            tier=self._place.kind,
-            path=self._place.url,
-            hint="their keepers have ended or hang; the next base will be copied",
-        )
+        assert base.manifest is not None
+        self.copier.copy_files(base, base.manifest.markers)
+        self.copier.commit(base, base.manifest)
+        return True
 
     def _publish(self, inventory: Inventory) -> None:
         """Write the records of the run and its timelines, which define the history of the
@@ -638,124 +463,3 @@ class _ReportingFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-class FollowingCopies:
-    """Copies of any other rank: its files of the bases that rank 0 chooses."""
-
-    def __init__(
-        self, courier: Courier, filesystem: FileSystem, run: PurePath, group: CopyGroup
-    ) -> None:
-        self.courier = courier
-        self.copier = BaseCopier(courier, filesystem, run, group)
-        self.group = group
-        self._requested: Manifest | None = None
-        # The newest base that rank 0 may still request, and the newest that was copied here.
-        self._expected: BaseId | None = None
-        self._copied: BaseId | None = None
-        self._last_message_s = courier.clock.monotonic_s()
-        self._refusal = ""
-
-    @property
-    def busy(self) -> bool:
-        """True while files are being copied, or while rank 0 may still request some."""
-        courier = self.courier
-        with courier.changed:
-            if courier.over:
-                return False
-            if courier.at_work or courier.due:
-                return True
-            waited_s = courier.clock.monotonic_s() - self._last_message_s
-            # A keeper that ends must not wait for ever for a rank 0 that has died.
-            silent = waited_s > self.group.timeout_s
-            lost = silent or self.group.is_disconnected(COORDINATOR)
-            return self._expected is not None and not lost
-
-    def base_durable(self, base: BaseId | None = None) -> None:
-        """Expect rank 0 to decide whether this new base is copied."""
-        with self.courier.changed:
-            if base is not None and (self._copied is None or base > self._copied):
-                self._expected = base
-
-    def expedite(self) -> None:
-        """Wait for rank 0 no longer than the timeout from now on: the keeper is about to end."""
-        with self.courier.changed:
-            if not self.copier.expedited:
-                self._last_message_s = self.courier.clock.monotonic_s()
-            self.copier.expedited = True
-            self.courier.changed.notify_all()
-
-    def on_message(self, sender: int, message: CopyMessage) -> None:
-        """Handle a message about this place."""
-        courier = self.courier
-        with courier.changed:
-            if sender != COORDINATOR or courier.closed:
-                return
-            self._last_message_s = courier.clock.monotonic_s()
-            if isinstance(message, CopyRequest):
-                self._on_request(message.manifest.record)
-            courier.changed.notify_all()
-
-    def turn(self) -> None:
-        """Copy this rank's files of the requested base, and reply."""
-        manifest = self._requested
-        assert manifest is not None
-        base = _base_of(manifest)
-        problem = ""
-        try:
-            self.copy_own_files(manifest)
-            self.courier.stats.copied += 1
-        except StorageError as error:
-            problem = error.message
-            if base.timeline == self.courier.place.timeline:
-                raise
-            # A base of an earlier start: a replaced host never had files of it.
-            _log.info("%s is not copied: %s", base, problem)
-        except EverstepError as error:
-            problem = error.message
-            raise
-        except Exception as error:
-            problem = repr(error)
-            raise
-        finally:
-            # Also after errors: rank 0 waits for this reply.
-            with self.courier.changed:
-                self._refusal = problem or self._refusal
-                self._copied = max(base, self._copied or base)
-                if self._expected is not None and self._expected <= self._copied:
-                    self._expected = None
-            self._reply(base, problem)
-
-    def copy_own_files(self, manifest: Manifest) -> None:
-        """Copy this rank's files of a base, unless they are already there.
-
-        Raises:
-            EverstepError: as :meth:`.base_copies.BaseCopier.copy_files`.
-        """
-        self.courier.place.check_fence()
-        base = _base_of(manifest)
-        mine = manifest.markers[self.group.rank]
-        if not self.copier.has_files_of(mine):
-            path = base_dir(self.copier.run, base.timeline, base.step)
-            found = BaseFound(base, path, "committed", manifest, None, ())
-            self.copier.copy_files(found, [mine])
-
-    def _on_request(self, manifest: Manifest) -> None:
-        base = _base_of(manifest)
-        if self.courier.refused:
-            self._reply(base, self._refusal)
-        elif self.courier.at_work and self._requested and base == _base_of(self._requested):
-            # Repeated while it is being copied: rank 0 only wants to know that this rank is alive.
-            self.group.send(CopyProgress(self.group.number))
-        elif len(manifest.markers) != self.group.world:
-            self._reply(base, "it was saved by another number of ranks")
-        else:
-            self._requested = manifest
-            self.courier.wake()
-
-    def _reply(self, base: BaseId, problem: str) -> None:
-        self.group.send(CopyReply(self.group.number, base, problem))
-
-
-def _base_of(manifest: Manifest) -> BaseId:
-    return BaseId(manifest.timeline, manifest.step)

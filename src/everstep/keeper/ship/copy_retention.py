@@ -15,7 +15,7 @@ from everstep.errors import DamageError, FencedError
 from everstep.format.names import CONDEMNED, MANIFEST, parse_marker
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain.readback import ReadBack
-from everstep.keeper.ship.courier import ROOT, CopyPlace
+from everstep.keeper.ship.place import ROOT, CopyPlace
 from everstep.run.scan import BaseFound, Inventory
 from everstep.run.uncondemn import uncondemn_in_tier
 
@@ -26,14 +26,15 @@ _READERS = 1
 class CopyRetention:
     """Retention of copies in one place.
 
-    With several ranks, rank 0 alone runs it. It also commits copies that lack only their manifest,
-    and removes copies that can never be complete: incomplete ones older than a copy that was read
-    back, when no rank copies them any more.
+    With several ranks, rank 0 alone runs it. It then also commits copies that lack only their
+    manifest, and removes copies that can never be complete: incomplete ones older than a copy that
+    was read back, when no rank copies them any more.
 
     Args:
         keep: number of copies to keep.
         post: called with the error of a damaged copy.
         timeout_s: timeout of a single transfer, in seconds.
+        several: True if several ranks make the copies.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class CopyRetention:
         post: Callable[[DamageError], None],
         *,
         timeout_s: float,
+        several: bool = False,
     ) -> None:
         self._place = place
         self._post = post
+        self._several = several
         self._all_past: BaseId | None = None
         self._read_back = ReadBack(
             place.files,
@@ -74,9 +77,9 @@ class CopyRetention:
             StorageError: the tier failed.
             DeadlineError: the tier hangs.
         """
+        if self._several:
+            self._roll_forward()
         inventory = self._place.inventory()
-        if self._roll_forward(inventory):
-            inventory = self._place.inventory()
         bases = {base.id: base for base in inventory.bases if self._is_candidate(base)}
         victims = self._read_back.plan(bases, inventory.branches, self._post)
         for base in bases.values():
@@ -93,7 +96,8 @@ class CopyRetention:
                 self._place.check_fence()
                 self._delete_files(base)
         self._clean_older_timelines(inventory)
-        self._sweep(inventory)
+        if self._several:
+            self._sweep()
 
     def _clean_older_timelines(self, inventory: Inventory) -> None:
         """Remove files left by crashed processes of older timelines.
@@ -152,10 +156,9 @@ class CopyRetention:
         for name in [*records, *rest, CONDEMNED]:
             self._place.tier.delete(_name(base, name))
 
-    def _roll_forward(self, inventory: Inventory) -> bool:
-        """Commit copies whose files are all there; return True if there was any."""
-        found = False
-        for base in inventory.bases:
+    def _roll_forward(self) -> None:
+        """Commit copies whose files are all there."""
+        for base in self._place.inventory().bases:
             if base.status == "complete" and base.id.timeline <= self._place.timeline:
                 assert base.manifest is not None
                 folder = _name(base)
@@ -163,15 +166,13 @@ class CopyRetention:
                     # Before every commit: a process of an older timeline must not commit (I11).
                     self._place.check_fence()
                     self._place.create(_name(base, MANIFEST), base.manifest.encode())
-                    found = True
-        return found
 
-    def _sweep(self, inventory: Inventory) -> None:
+    def _sweep(self) -> None:
         """Delete incomplete copies that no rank copies any more."""
         newest = max(self.verified, default=None)
         if newest is None or self._all_past is None:
             return
-        for base in inventory.bases:
+        for base in self._place.inventory().bases:
             # Younger incomplete copies may be in progress.
             unfinished = base.status == "incomplete" and base.id < min(newest, self._all_past)
             # The listing may be outdated: the manifest may exist by now.

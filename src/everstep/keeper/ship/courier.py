@@ -1,166 +1,24 @@
 """Copy what is durable to one place, in the background.
 
-A :class:`CopyPlace` is the place, as seen by the process of one timeline. A :class:`Courier` has
-the thread, the time of its next turn, and the handling of failures. What is copied, and in which
-order, is decided by its work: bases (:mod:`.base_copies`) or the log (:mod:`.log_copies`). Training
-never waits for a copy.
+A :class:`Courier` has the thread, the time of its next turn, and the handling of failures. What is
+copied, and in which order, is decided by its :class:`CopyWork`: bases (:mod:`.base_copies`,
+:mod:`.rank_copies`) or the log (:mod:`.log_copies`). Training never waits for a copy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePath
+from typing import Protocol
 
-from everstep.errors import (
-    EverstepError,
-    FencedError,
-    ForeignDirectoryError,
-    InfeasibleError,
-    StorageError,
-)
-from everstep.format.names import TIMELINE_RECORD, marker_name, timeline_dir
-from everstep.format.records import Marker
-from everstep.run.scan import Inventory, TimelineCache, newest_timeline, scan_run
+from everstep.errors import EverstepError, FencedError, ForeignDirectoryError, InfeasibleError
+from everstep.keeper.ship.place import CopyPlace
 from everstep.seams.clock import Clock
 from everstep.seams.processes.conditions import Condition
-from everstep.tiers.contract import Tier
-from everstep.tiers.files import TierFileSystem
-from everstep.tiers.rate import ObjectRate
-from everstep.tiers.streams import read_record
-
-ROOT = PurePath("/")
-
-"""Root of the paths of files in a place."""
-
-
-class CopyPlace:
-    """Writes records of a run to a tier, and checks the fence there.
-
-    Args:
-        timeline: timeline of the writing process.
-        rate: counts all objects that are written.
-
-    Attributes:
-        files: the tier as a file system for reading, under :data:`ROOT`.
-    """
-
-    def __init__(self, tier: Tier, timeline: int, rate: ObjectRate) -> None:
-        self.tier = tier
-        self.timeline = timeline
-        self.rate = rate
-        self.files = TierFileSystem(tier, ROOT)
-        self._timelines = TimelineCache()
-
-    @property
-    def kind(self) -> str:
-        """Kind of the tier, for errors."""
-        return self.tier.traits.kind
-
-    @property
-    def url(self) -> str:
-        """URL or directory of the tier."""
-        return self.tier.url
-
-    def check_fence(self) -> None:
-        """Raise if a newer timeline was opened in this place (I11).
-
-        Raises:
-            FencedError: a newer timeline has taken the run over.
-        """
-        # Read anew each time: the other process may have opened its timeline a moment ago.
-        newest = newest_timeline_in(self.tier)
-        if newest > self.timeline:
-            raise FencedError(
-                f"this process writes timeline {self.timeline}, but timeline {newest} has taken "
-                f"the run over in {self.url}: nothing more is written there",
-                tier=self.kind,
-                path=self.url,
-                hint="another process has resumed this run: stop this one, or use another place",
-            )
-
-    def create(self, name: str, data: bytes) -> None:
-        """Write a record, unless it exists already with the same content.
-
-        Raises:
-            StorageError: the name has other content.
-        """
-        # Counted before the attempt: a request that fails costs as much.
-        self.rate.wrote(1)
-        # Exclusive: of two processes that write a record, one learns that it differs.
-        if not self.tier.create(name, data):
-            raise StorageError(
-                f"{self.url}/{name} already has other content",
-                tier=self.kind,
-                path=f"{self.url}/{name}",
-                hint="another process has written there: use a separate place for each run",
-            )
-
-    def size_of(self, name: str) -> int | None:
-        """Return the size of an object in bytes; None: it does not exist."""
-        try:
-            # Opened, not listed: a listing of a store may be outdated.
-            file = self.tier.open(name)
-        except FileNotFoundError:
-            return None
-        with contextlib.closing(file):
-            return file.size_bytes
-
-    def has_rank_files(self, directory: str, marker: Marker) -> bool:
-        """Return True if a rank's files and its marker are in the directory of a base.
-
-        Opens each name: a listing may be outdated.
-        """
-        name = f"{directory}/{marker_name(marker.rank)}"
-        try:
-            file = self.tier.open(name)
-        except FileNotFoundError:
-            return False
-        with contextlib.closing(file):
-            if read_record(file, name) != marker.encode():
-                return False
-        return all(
-            self.size_of(f"{directory}/{record.name}") == record.length for record in marker.files
-        )
-
-    def inventory(self) -> Inventory:
-        """Return the inventory of all copies in this place."""
-        with tier_errors():
-            return scan_run(self.files, ROOT, self._timelines)
-
-
-def newest_timeline_in(tier: Tier) -> int:
-    """Return the number of the newest timeline in a tier; 0: there is none.
-
-    A listing may be outdated, so the numbers that follow are opened by name.
-    """
-    with tier_errors():
-        number = newest_timeline(TierFileSystem(tier, ROOT), ROOT)
-    while True:
-        path = timeline_dir(ROOT, number + 1) / TIMELINE_RECORD
-        try:
-            tier.open(path.relative_to(ROOT).as_posix()).close()
-        except FileNotFoundError:
-            return number
-        number += 1
-
-
-@contextlib.contextmanager
-def tier_errors() -> Iterator[None]:
-    """Turn file system errors that a tier's error caused into the tier's error again."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error.__cause__, EverstepError):
-            raise error.__cause__ from None
-        raise StorageError(f"could not read a copy: {error}") from error
-
 
 _log = logging.getLogger("everstep.keeper")
-
 _STOP_TIMEOUT_S = 5.0
 
 
@@ -171,12 +29,28 @@ class CopyStats:
     Attributes:
         copied: bases, or steps of the log, that were copied.
         copied_bytes: bytes that were copied.
+        step: step of the newest copy.
         missed: steps of the log that will not be copied: their memory was released before.
+        failed: failed attempts.
     """
 
     copied: int = 0
     copied_bytes: int = 0
+    step: int | None = None
     missed: int = 0
+    failed: int = 0
+
+
+class CopyWork(Protocol):
+    """Work of a courier: the objects that it copies."""
+
+    def turn(self) -> None:
+        """Copy what is due. Errors are reported; the thread goes on."""
+        ...
+
+    def waiting(self) -> float | None:
+        """Return the seconds after which to call this again while no turn is due; None: never."""
+        ...
 
 
 class Courier:
@@ -230,9 +104,9 @@ class Courier:
         """True if no more copies are made."""
         return self.closed or self.refused
 
-    def start(self, turn: Callable[[], None], name: str) -> None:
-        """Start the thread, which calls ``turn`` when a turn is due."""
-        self._thread = threading.Thread(target=self._run, args=(turn,), name=name, daemon=True)
+    def start(self, work: CopyWork, name: str) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         self._thread.start()
 
     def wake(self, at_s: float | None = None) -> None:
@@ -269,14 +143,14 @@ class Courier:
         self._down = False
         self.not_before_s = self.clock.monotonic_s() + pace_s
 
-    def take_turn(self, turn: Callable[[], None]) -> None:
+    def take_turn(self, work: CopyWork) -> None:
         """Take a turn in this thread, and handle its failure."""
         with self.changed:
             # One step: a courier is busy because a turn is due, or because it is at work.
             self._due_s = None
             self.at_work = True
         try:
-            turn()
+            work.turn()
         except (FencedError, ForeignDirectoryError, InfeasibleError) as error:
             self.fail(error, for_good=True)
         except EverstepError as error:
@@ -306,6 +180,7 @@ class Courier:
             if self.closed or expected:
                 _log.info("not copied: %s", error)
                 return
+            self.stats.failed += 1
             reported = self._down and not for_good
             if self._retry_s is not None:
                 self._down = True
@@ -328,16 +203,17 @@ class Courier:
             # With a timeout: a transfer in progress cannot be cancelled.
             self._thread.join(_STOP_TIMEOUT_S)
 
-    def _run(self, turn: Callable[[], None]) -> None:
-        while self._wait_for_turn():
-            self.take_turn(turn)
+    def _run(self, work: CopyWork) -> None:
+        while self._wait_for_turn(work):
+            self.take_turn(work)
 
-    def _wait_for_turn(self) -> bool:
+    def _wait_for_turn(self, work: CopyWork) -> bool:
         """Wait until a turn is due; return False if the thread must end."""
         with self.changed:
             while not self.over:
                 now_s = self.clock.monotonic_s()
                 if self._due_s is not None and self._due_s <= now_s:
                     return True
-                self.changed.wait(None if self._due_s is None else self._due_s - now_s)
+                waits_s = [None if self._due_s is None else self._due_s - now_s, work.waiting()]
+                self.changed.wait(min((s for s in waits_s if s is not None), default=None))
             return False

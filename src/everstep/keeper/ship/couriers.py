@@ -4,29 +4,31 @@ each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import Any
 
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import CopyMessage, CopyReply, CopyRequest
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError
+from everstep.format.header import ShardIdentity
+from everstep.keeper.log.log_store import LogStore
+from everstep.keeper.persist.job_link import JobLink
+from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
+from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.log_copies import LogCopies
+from everstep.keeper.ship.lossy_log import shrinking
+from everstep.keeper.ship.place import CopyPlace
+from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.messages import identity_from_wire
 from everstep.seams import Seams
 from everstep.seams.files.stalls import observed
 from everstep.tiers.options import TierOptions
-
-# Loaded at first use, as most runs need none of it: training waits for a keeper to start.
-if TYPE_CHECKING:
-    from everstep.keeper.process.duty import Handler, ServedTimeline
-    from everstep.keeper.ship.base_copies import BaseCopies, FollowingCopies
-    from everstep.keeper.ship.courier import Courier
-    from everstep.keeper.ship.log_copies import LogCopies
-    from everstep.tiers.rate import ObjectRate
-    from everstep.tiers.watched import WatchedTier
+from everstep.tiers.rate import ObjectRate, pace_s
+from everstep.tiers.urls import open_tier
+from everstep.tiers.watched import WatchedTier
 
 _HANG_S = 600.0
 """Seconds without progress after which a call counts as hung.
@@ -38,98 +40,100 @@ _RETRY_S = 5.0
 
 
 class Couriers:
-    """The keeper's duty to make copies, if the trainer asks for it.
+    """The couriers of one timeline.
 
     Args:
-        run: the run folder.
-
-    Attributes:
-        bases: copies of bases, by index of the place.
-        logs: copies of the log.
+        identity: identity of this rank; its timeline is copied.
+        post: called with errors.
+        timeout_s: seconds without progress after which a transfer counts as hung.
+        link: link to the keepers of the other ranks; None: there is one rank.
+        before: couriers of the previous timeline in the same keeper; objects they wrote within the
+            last hour count against the limit.
     """
 
-    handlers: Mapping[str, Handler] = {}
-
-    def __init__(self, seams: Seams, run: PurePath) -> None:
+    def __init__(
+        self,
+        seams: Seams,
+        run: PurePath,
+        identity: ShardIdentity,
+        post: Callable[[EverstepError], None],
+        *,
+        timeout_s: float,
+        link: JobLink | None = None,
+        before: Couriers | None = None,
+    ) -> None:
+        # By index of the place.
         self.bases: dict[int, BaseCopies | FollowingCopies] = {}
         self.logs: list[LogCopies] = []
         self._seams = seams
         self._run = run
-        self._timeline: ServedTimeline
+        self._identity = identity
+        self._post = post
+        self._timeout_s = timeout_s
+        self._link = link
         self._tiers: list[WatchedTier] = []
         # URLs of places that hang, as reported.
         self._hanging: set[str] = set()
         # By URL or directory. Kept from one timeline to the next: the limit holds for any hour,
         # also when the trainer restarts within it.
-        self._rates: dict[str, ObjectRate] = {}
+        self._rates: dict[str, ObjectRate] = {} if before is None else before._rates
 
-    def serve(self, timeline: ServedTimeline) -> None:
-        """Start to copy to the tiers that the trainer names."""
-        self.bases = {}
-        self.logs = []
-        self._tiers = []
-        self._hanging = set()
-        self._timeline = timeline
-        for number, fields in enumerate(timeline.settings.get("tiers") or ()):
-            self._open(number, TierOptions(**fields))
-        if timeline.settings.get("tiers") and timeline.link is not None:
-            timeline.link.subscribe(CopyMessage, self._on_message)
-        # An earlier keeper may have ended before it copied the newest base.
-        self.base_durable()
+    def start(self, places: Iterable[dict[str, Any]], log: LogStore) -> None:
+        """Start to copy to these places.
 
-    def _open(self, number: int, options: TierOptions) -> None:
-        from everstep.keeper.ship.courier import CopyPlace, Courier
-        from everstep.keeper.ship.log_copies import LogCopies
-        from everstep.keeper.ship.lossy_log import shrinking
-        from everstep.tiers.rate import ObjectRate, pace_s
-        from everstep.tiers.urls import open_tier
-        from everstep.tiers.watched import WatchedTier
+        Args:
+            places: fields of each place's :class:`~everstep.tiers.options.TierOptions`.
+            log: log of this rank.
+        """
+        for number, fields in enumerate(places):
+            self._open(number, TierOptions(**fields), log)
+        if self._link is not None:
+            self._link.on_copies(self._on_message)
 
+    def _open(self, number: int, options: TierOptions, log: LogStore) -> None:
         clock = self._seams.clock
-        post = self._timeline.channel.post
-        identity = identity_from_wire(self._timeline.settings["identity"])
         # Completed operations on the directory count as progress of its courier.
         files = observed(self._seams.filesystem, partial(self._on_operation, number))
         try:
             opened = open_tier(options.where, files, clock=clock)
         except EverstepError as error:
             # The trainer opened it, but the keeper's environment may differ (credentials).
-            post(error)
+            self._post(error)
             return
         tier = WatchedTier(opened, clock)
         self._tiers.append(tier)
         rate = ObjectRate(options.objects_per_hour, clock, self._rates.get(options.where))
         self._rates[options.where] = rate
-        place = CopyPlace(tier, identity.timeline, rate)
+        place = CopyPlace(tier, self._identity.timeline, rate)
         if options.log != "none":
             every_s = pace_s(options.objects_per_hour)
             steps = LogCopies(
-                Courier(place, clock, post, retry_s=max(_RETRY_S, every_s)),
-                self._timeline.log,
-                identity,
+                Courier(place, clock, self._post, retry_s=max(_RETRY_S, every_s)),
+                log,
+                self._identity,
                 batch_steps=options.log_steps,
                 lossy=shrinking(options),
                 pace_s=every_s,
             )
             steps.start()
             self.logs.append(steps)
-        bases = self._bases(number, options, Courier(place, clock, post))
-        bases.courier.start(bases.turn, "everstep-base-copy")
+        bases = self._bases(number, options, Courier(place, clock, self._post))
+        bases.courier.start(bases, "everstep-base-copy")
         self.bases[number] = bases
 
     def _bases(
         self, number: int, options: TierOptions, courier: Courier
     ) -> BaseCopies | FollowingCopies:
-        from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
-
         files = self._seams.filesystem
-        link = self._timeline.link
-        rank, world = (0, 1) if link is None else (link.session.rank, len(link.session.disks))
-        group = CopyGroup(link, courier.clock, number, rank, world, self._timeline.timeout_s)
-        if rank != COORDINATOR:
+        rank = self._identity.rank
+        group = CopyGroup(
+            self._link, courier.clock, number, rank, self._identity.world, self._timeout_s
+        )
+        if self._link is not None and rank != COORDINATOR:
             return FollowingCopies(courier, files, self._run, group)
+        kind = BaseCopies if self._link is None else LeadingCopies
         keep = options.keep or 1
-        return BaseCopies(courier, files, self._run, group, keep=keep, every_s=options.every_s)
+        return kind(courier, files, self._run, group, keep=keep, every_s=options.every_s)
 
     def base_durable(self, base: BaseId | None = None) -> None:
         """Queue a new base in all places.
@@ -171,8 +175,8 @@ class Couriers:
         hanging = self._report_hanging()
         return any(one.busy and one.courier.place.tier not in hanging for one in self._all)
 
-    def close(self, *, timeout_s: float = 0.0) -> None:
-        """Stop all copies."""
+    def close(self) -> None:
+        """Stop all couriers."""
         for bases in self.bases.values():
             bases.courier.close()
         for log in self.logs:
@@ -198,14 +202,15 @@ class Couriers:
             self.bases[number].group.report_progress()
 
     def _on_message(self, sender: int, message: CopyMessage) -> None:
-        if (bases := self.bases.get(message.place)) is not None:
+        bases = self.bases.get(message.place)
+        if isinstance(bases, LeadingCopies | FollowingCopies):
             bases.on_message(sender, message)
-        elif isinstance(message, CopyRequest) and self._timeline.link is not None:
+        elif isinstance(message, CopyRequest) and self._link is not None:
             first = message.manifest.record.markers[0]
             base = BaseId(first.timeline, first.step)
             # Reply at once: rank 0 would wait for this rank until a timeout.
             reason = "this rank could not open the place"
-            self._timeline.link.send(sender, CopyReply(message.place, base, reason))
+            self._link.send(sender, CopyReply(message.place, base, reason))
 
     def _report_hanging(self) -> list[WatchedTier]:
         """Return the places that hang; report each once while it does."""
@@ -219,7 +224,7 @@ class Couriers:
             if tier.url not in self._hanging:
                 self._hanging.add(tier.url)
                 call, for_s = stuck
-                self._timeline.channel.post(
+                self._post(
                     DeadlineError(
                         f"copying to {tier.url} hangs: no progress in {call} for {for_s:.0f} s",
                         tier=tier.traits.kind,

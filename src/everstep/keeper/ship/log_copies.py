@@ -35,7 +35,8 @@ from everstep.format.names import (
 from everstep.format.records import Marker
 from everstep.format.writer import digest_shard
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.ship.courier import ROOT, Courier, tier_errors
+from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.place import ROOT, tier_errors
 from everstep.restore.fetch.peer_log import copy_steps
 from everstep.run.scan import bases_keeping_log
 from everstep.seams.failpoints import failpoint
@@ -95,7 +96,7 @@ class LogCopies:
     def start(self) -> None:
         """Start copying."""
         self._log.listeners.append(self.courier.wake)
-        self.courier.start(self.turn, "everstep-log-copy")
+        self.courier.start(self, "everstep-log-copy")
 
     @property
     def busy(self) -> bool:
@@ -137,6 +138,10 @@ class LogCopies:
         if self.courier.wake in self._log.listeners:
             self._log.listeners.remove(self.courier.wake)
         self.courier.close()
+
+    def waiting(self) -> float | None:
+        """Do nothing while no segment is due."""
+        return None
 
     def turn(self) -> None:
         """Copy all segments that are due, then run retention.
@@ -269,6 +274,7 @@ class LogCopies:
         stats = self.courier.stats
         stats.copied += last.step - first.step + 1
         stats.copied_bytes += plan.size_bytes
+        stats.step = last.step
 
     def _retain(self) -> None:
         """Delete segments that no base in the place needs, each with its marker first.
@@ -343,8 +349,22 @@ class LogCopies:
                 rank=self._identity.rank,
                 tier=self.courier.place.kind,
                 path=url,
-                hint='use TierOptions(log="adaptive") or a lower log_ratio, which need less; '
-                "raise objects_per_hour; or use "
-                'log="whole", which copies any record, or log="none". Bases are still copied',
+                hint=self._alternative(waited=flaw is None) + ". Bases are still copied",
             )
         )
+
+    def _alternative(self, *, waited: bool) -> str:
+        """Return a hint how to avoid missing steps.
+
+        Args:
+            waited: True: the link, the store or the limit was too slow; False: a record cannot be
+                copied.
+        """
+        if not waited:
+            exact = 'use TierOptions(log="whole"), which copies records unchanged; or '
+            return (exact if self._lossy is not None else "") + 'log="none"'
+        smaller = 'use TierOptions(log="adaptive"), which needs a hundredth of the bytes'
+        if self._lossy is not None:
+            smaller = "lower TierOptions.log_ratio"
+        limit = ", raise objects_per_hour" if self._pace_s else ""
+        return f'{smaller}{limit}; or use log="none"'

@@ -5,24 +5,26 @@ others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
-from everstep.commit.job.messages import PeerMessage
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
-from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format.names import TIMELINE_RECORD, base_dir, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import Marker
-from everstep.keeper.held.peer_stores import PeerBaseStore, PeerLogStore
-from everstep.keeper.log.recall_wire import log_to_wire
+from everstep.keeper.held.newest_capture import NewestCapture
+from everstep.keeper.held.peer_base_store import PeerBaseStore
+from everstep.keeper.held.peer_log_store import PeerLogStore
+from everstep.keeper.log.recall_wire import base_from_wire, base_to_wire, log_to_wire
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import files_over
 from everstep.run.scan import scan_base
-from everstep.seams import Seams
+from everstep.seams import ReadFile, Seams
 from everstep.tiers.options import PeerOptions
 
 # Loaded at first use: only jobs of several ranks, or with bases in memory, need them.
@@ -30,14 +32,15 @@ if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases
     from everstep.keeper.persist.job_link import JobLink
     from everstep.keeper.process.duty import Handler, ServedTimeline
+    from everstep.keeper.ship.base_sender import Source
     from everstep.keeper.ship.peer_exchange import PeerExchange
-    from everstep.keeper.ship.peer_senders import Source
 
 
 class PeerCopies:
     """Copies that this keeper holds for other ranks, and the exchange with its own peer.
 
     Args:
+        newest_capture: the newest capture of this rank; bases are read from it while it is held.
         on_everywhere: called with each base that all peers hold completely, in a thread.
 
     Attributes:
@@ -53,12 +56,14 @@ class PeerCopies:
         self,
         seams: Seams,
         run: PurePath,
+        newest_capture: NewestCapture,
         on_everywhere: Callable[[ServedTimeline, BaseId], None],
     ) -> None:
         self._clock = seams.clock
         self._filesystem = seams.filesystem
         self._on_everywhere = on_everywhere
         self._run = run
+        self._newest_capture = newest_capture
         self._rank = 0
         self.store = PeerBaseStore()
         self.logs = PeerLogStore()
@@ -102,9 +107,11 @@ class PeerCopies:
     def _start_exchange(
         self, timeline: ServedTimeline, settings: Mapping[str, Any], link: JobLink
     ) -> None:
+        from everstep.keeper.ship.base_sender import Pace
+        from everstep.keeper.ship.log_sender import LogSender
         from everstep.keeper.ship.lossy_log import shrinking
         from everstep.keeper.ship.peer_exchange import PeerExchange
-        from everstep.keeper.ship.peer_senders import LogSender, Pace, PeerLink
+        from everstep.keeper.ship.transfer import PeerLink
 
         holds = bool(settings.get("holds"))
         to_peer = PeerLink(
@@ -137,7 +144,7 @@ class PeerCopies:
                 ),
             )
             timeline.log.listeners.append(exchange.logged)
-        link.subscribe(PeerMessage, exchange.receive)
+        link.on_peer_copies(exchange.receive)
         # Also valid after the end of the exchange: retention runs until the last base is written.
         if not holds:
             timeline.spared = exchange.needed
@@ -225,7 +232,8 @@ class PeerCopies:
         if record is None:
             return None
         try:
-            found = self._in_peer_store(base) or self._on_disk(base)
+            # Memory first: reading it costs the disk nothing.
+            found = self._in_peer_store(base) or self._in_memory(base) or self._on_disk(base)
         except (OSError, EverstepError):
             # Not there yet, or deleted by retention: the sender tries again until its timeout.
             return None
@@ -236,6 +244,22 @@ class PeerCopies:
         if copy is None:
             return None
         return HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
+
+    def _in_memory(self, base: BaseId) -> HeldBase | None:
+        found = self._newest_capture.durable(base)
+        if found is None:
+            return None
+        capture, arena = found
+        fields, blobs = base_to_wire(capture)
+        held = base_from_wire(fields, dict(enumerate(blobs)), arena)
+        folder = base_dir(self._run, base.timeline, base.step)
+
+        def file_of(file: ReadFile, name: str) -> ReadFile:
+            open_file = partial(self._filesystem.open, folder / name)
+            return _MemoryOrDiskFile(file, lambda: self._newest_capture.has(capture), open_file)
+
+        files = tuple((file_of(file, record.name), record) for file, record in held.files)
+        return HeldBase(held.marker, files, durable=True)
 
     def _on_disk(self, base: BaseId) -> HeldBase | None:
         found = scan_base(self._filesystem, self._run, base)
@@ -248,3 +272,37 @@ class PeerCopies:
             (self._filesystem.open(found.path / record.name), record) for record in marker.files
         )
         return HeldBase(marker, files, durable=True)
+
+
+class _MemoryOrDiskFile:
+    """A file read from memory while it is held there, and from disk after that.
+
+    The memory may be reused between the two checks. Bytes read in that moment do not match the
+    digest, which the receiver reports.
+    """
+
+    def __init__(
+        self, memory: ReadFile, is_there: Callable[[], bool], open_file: Callable[[], ReadFile]
+    ) -> None:
+        self._memory = memory
+        self._is_there = is_there
+        self._open = open_file
+        self._disk: ReadFile | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self._memory.size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        # Checked before and after: the capture may be dropped, and its memory reused, meanwhile.
+        if self._is_there():
+            got = self._memory.read_into(buffer, offset)
+            if self._is_there():
+                return got
+        if self._disk is None:
+            self._disk = self._open()
+        return self._disk.read_into(buffer, offset)
+
+    def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()

@@ -1,9 +1,9 @@
 """Exchange bases and logs with the keepers of other ranks, in one thread of the keeper.
 
-It sends this rank's bases and log (:mod:`.peer_senders`) to the memory of its peer, and receives
-those of other ranks (:mod:`everstep.keeper.held`). The receiver verifies the digests. Rank 0
-decides which base is sent when (:class:`everstep.commit.peer_copies.CopyRounds`). Training is not
-involved.
+It sends this rank's bases (:mod:`.base_sender`) and log (:mod:`.log_sender`) to the memory of its
+peer, and receives those of other ranks (:mod:`everstep.keeper.held`). The receiver verifies the
+digests. Rank 0 decides which base is sent when (:class:`everstep.commit.peer_copies.CopyRounds`).
+Training is not involved.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.member import Send
 from everstep.commit.job.messages import (
     Message,
     PeerCopyAck,
@@ -31,15 +31,11 @@ from everstep.commit.job.messages import (
 from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import CopyRounds
 from everstep.errors import EverstepError
-from everstep.keeper.held.peer_stores import PeerBaseStore, PeerLogStore
-from everstep.keeper.ship.peer_senders import (
-    REPEAT_S,
-    BaseSender,
-    LogSender,
-    Pace,
-    PeerLink,
-    Source,
-)
+from everstep.keeper.held.peer_base_store import PeerBaseStore
+from everstep.keeper.held.peer_log_store import PeerLogStore
+from everstep.keeper.ship.base_sender import BaseSender, Pace, Source
+from everstep.keeper.ship.log_sender import LogSender
+from everstep.keeper.ship.transfer import REPEAT_S, PeerLink
 
 _log = logging.getLogger("everstep.keeper")
 _IDLE_S = 0.1
@@ -86,6 +82,8 @@ class PeerExchange:
         self._round: BaseId | None = None
         # The newest base of earlier rounds.
         self._past: BaseId | None = None
+        # Announcements that came before the news of their round, by sender.
+        self._early: dict[int, PeerCopyBegin] = {}
         self._thread: threading.Thread | None = None
 
     # From any thread.
@@ -206,11 +204,14 @@ class PeerExchange:
         """Handle the announcement of a base by another rank.
 
         If the store holds two complete bases of that rank, only the news of the current round tells
-        which one must stay: until then there is no reply, and the sender repeats its announcement.
+        which one must stay: the reply waits for it.
         """
         base = BaseId(message.marker.record.timeline, message.marker.record.step)
-        if base == self._round or not self._store.holds_two(sender):
-            self._deliver(sender, self._store.begun(sender, message))
+        if base != self._round and self._store.holds_two(sender):
+            self._early[sender] = message
+            return
+        self._early.pop(sender, None)
+        self._deliver(sender, self._store.begun(sender, message))
 
     def _on_round(self, message: PeerRound) -> None:
         over = [one for one in (self._past, message.everywhere) if one is not None]
@@ -226,6 +227,12 @@ class PeerExchange:
             self.bases.end()
         else:
             self.bases.begin(message.base)
+        early = self._early
+        self._early = {}
+        for sender, begun in early.items():
+            # Announcements of another round are dropped: their senders repeat them.
+            if BaseId(begun.marker.record.timeline, begun.marker.record.step) == message.base:
+                self._on_begun(sender, begun)
 
     def _base_everywhere(self, everywhere: BaseId) -> None:
         """Handle the news that all peers hold a base completely."""

@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 
 from everstep.commit.job.messages import ChunkReply, ChunkRequest, FetchProgress
-from everstep.commit.job.offers import OFFERS, Choice, Needs, Offer, Piece
+from everstep.commit.job.offer_codec import decode_offer, encode_offer
+from everstep.commit.job.offers import Choice, Needs, Offer, Piece
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError
 from everstep.format.message_codec import Count, Decoder, Stored, encode
@@ -119,7 +120,7 @@ class _Inventory(msgspec.Struct, forbid_unknown_fields=True):
     """Copies that a rank can read by itself, and those that its keeper holds for others.
 
     Attributes:
-        offer: see :func:`.message_codec.encode`.
+        offer: see :func:`.offer_codec.encode_offer`.
         copies: marker of each copy, and the record of its timeline.
         room_bytes: bytes that the rank may take for files from other disks.
         unproven: marker of the base in its keeper's memory, of a timeline unknown to its disk.
@@ -240,7 +241,7 @@ class _Announced:
         """Announce what this rank has, and return what all have announced."""
         unproven = None if extras is None else extras.unproven
         mine = _Inventory(
-            encode(offer),
+            encode_offer(offer),
             [(Stored(copy.marker), copy.record) for copy in copies],
             [LogOffer.of(offer.rank, log) for log in logs],
             room_bytes,
@@ -248,7 +249,7 @@ class _Announced:
         )
         found = say("list the copies that their keepers hold", {"held": encode(mine)})
         everyones = [_INVENTORY.decode(one["held"]) for one in found]
-        offers = [OFFERS.decode(one.offer) for one in everyones]
+        offers = [decode_offer(one.offer) for one in everyones]
         lost = {rank: one.unproven for rank, one in enumerate(everyones)}
         markers = {rank: stored.record for rank, stored in lost.items() if stored is not None}
         return cls(
@@ -279,10 +280,10 @@ class _Announced:
     def add_remains(self, say: AllGather, left: Callable[[], tuple[Offer, Coverage]]) -> None:
         """Exchange what is left of incomplete bases, since no base can be read by all ranks."""
         offer, covers = left()
-        mine = encode((encode(offer), covers))
+        mine = encode((encode_offer(offer), covers))
         found = say("list the remains of replicas", {"left": mine})
         everyones = [_REMAINS.decode(one["left"]) for one in found]
-        self.offers = [OFFERS.decode(one) for one, _ in everyones]
+        self.offers = [decode_offer(one) for one, _ in everyones]
         self.covers = [one for _, one in everyones]
 
     def drop(self, damaged: Collection[tuple[int, ...]]) -> None:

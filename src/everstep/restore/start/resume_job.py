@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.agreement import (
     Agreement,
     AgreementEvent,
     AgreementOut,
     Compare,
     Go,
+    InventorySeen,
+    Opened,
     OpenTimeline,
     RanksSilent,
     Refuse,
@@ -23,7 +26,6 @@ from everstep.commit.job.agreement import (
     TakeInventory,
 )
 from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.member import Send
 from everstep.commit.job.offers import Choice, Needs
 from everstep.format.records import TimelineRecord
 from everstep.restore.fetch.node_reads import NodeReads
@@ -134,7 +136,7 @@ class _RankStart:
         """Perform an action, and return the event that answers it."""
         if isinstance(out, TakeInventory):
             self._others.begin("scans its bases and logs")
-            return self._sources.offer(out)
+            return InventorySeen(self._sources.offer(out))
         if isinstance(out, Compare):
             self._others.begin(f"compares {out.choice.base} with its state")
             return self._restore.compare(out.choice)
@@ -146,7 +148,7 @@ class _RankStart:
         # fenced off.
         self._ready()
         failpoint("resume.before_timeline")
-        return self._sources.open(out)
+        return Opened(self._sources.open(out))
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
         return record_of(

@@ -16,13 +16,14 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.recall_wire import recalled_from_wire
-from everstep.link.assembly import Assembly, Samples, assembly_to_wire
+from everstep.link.assembly import Assembly, assembly_to_wire
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.log_records import LogLayouts
 from everstep.link.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
+from everstep.link.samples import Samples
 from everstep.link.save import Save, complete, fail
 from everstep.link.waiting import (
     ReplicaProgress,

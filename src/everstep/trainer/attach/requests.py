@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from everstep.errors import DeadlineError, EverstepError, StateError
-from everstep.link.assembly import Samples
+from everstep.link.samples import Samples
 from everstep.link.save import Save, complete, fail
 from everstep.seams import Clock
 from everstep.seams.files.stalls import StallTimer

@@ -26,9 +26,9 @@ import torch
 
 from everstep.capture.lanes.batches import Batch, Chunks, plan_batches
 from everstep.capture.lanes.lane import Lane
-from everstep.link.assembly import Samples
 from everstep.link.pool import CapturePool
 from everstep.link.recordable import state_digest
+from everstep.link.samples import Samples
 from everstep.restore.redo.owned import parameter_names
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.providers.modules import ModuleProvider

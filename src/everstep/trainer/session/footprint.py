@@ -13,7 +13,7 @@ from rich.filesize import decimal
 
 from everstep.config.intervals import History
 from everstep.config.options import Options
-from everstep.keeper.log.segment_queue import folder_bytes
+from everstep.keeper.log.disk_space import folder_bytes
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.stderr import print_line
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere
