@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+import msgpack
 import pytest
 
+from everstep.arena.memory import Arena
 from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import run_of
+from everstep.keeper.log.recall_wire import log_to_wire, recalled_from_wire
 from everstep.restore.fetch import peers, start_channel
 from everstep.restore.fetch.peer_copy import PeerCopy
 from everstep.restore.fetch.peer_log import FetchedLog, PeerLog, pack_steps, unpack_steps
@@ -202,6 +206,21 @@ def log_from(first: int, last: int) -> PeerLog:
         records.append(replace(update, head=replace(update.head, lsn=step)))
         records.append(replace(mark, head=replace(mark.head, lsn=step)))
     return PeerLog(1, record_of(1).encode(), pack_steps(records))
+
+
+def test_a_keeper_hands_over_what_it_holds_as_it_was() -> None:
+    """Runs are compared and are keys: the numbers of their updates are no list."""
+    log = log_from(11, 12)
+    with contextlib.closing(Arena.anonymous(1 << 16)) as arena:
+        arena.view[64 : 64 + log.steps.memory.nbytes] = log.steps.memory
+        blobs = {0: msgpack.packb([log_to_wire(log, 64)])}
+        told = {"base": None, "blobs": blobs, "logs": [], "copies": [], "peer_logs": [(0, 0)]}
+        (found,) = recalled_from_wire(told, [arena]).logs
+        assert (found.source, found.record) == (log.source, log.record)
+        assert found.steps.run == log.steps.run
+        assert hash(found.steps.run) == hash(log.steps.run)
+        assert bytes(found.steps.memory) == bytes(log.steps.memory)
+        del found
 
 
 def test_steps_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,8 @@ def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:
 
 
 def _log_from_wire(fields: Mapping[str, Any], arena: Arena) -> PeerLog:
-    run = LogRun(*fields["run"])
+    timeline, first, after, lsns, shape = fields["run"]
+    run = LogRun(timeline, first, after, tuple(lsns), shape)
     memory = arena.view[fields["offset"] : fields["offset"] + fields["size_bytes"]]
     steps = PackedSteps(run, memory, fields["index_bytes"], fields["index_digest"])
     return PeerLog(fields["source"], fields["record"], steps)
