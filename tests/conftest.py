@@ -118,14 +118,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def later_modules_stay() -> Iterator[None]:
-    """Keep what the tests of a module made torch load out of each later look at all objects."""
-    yield
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def first_updates_are_known() -> Iterator[None]:
     """Ask an optimizer of a class only once what it will keep of a tensor of a form."""

@@ -32,7 +32,7 @@ from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.job import start
 from everstep.trainer.session import closing
-from everstep.trainer.session.step_consensus import ASK_EVERY
+from everstep.trainer.session.cadence import ASK_EVERY
 from tests.support.logged import document, invoke
 from tests.support.ranks.logs import ON_DISK, die, resumed, segment, until
 from tests.support.ranks.together import (

@@ -61,6 +61,7 @@ class Redone:
         notes: in words, everything that could not be restored.
         replay_s: seconds spent.
         relaid: the log belongs to another layout; nothing was replayed.
+        touched: the state is no longer that of the base.
     """
 
     unusable: tuple[int, int] | None = None
@@ -70,6 +71,7 @@ class Redone:
     notes: tuple[str, ...] = ()
     replay_s: float = 0.0
     relaid: bool = False
+    touched: bool = True
 
 
 class _Replay:
@@ -126,6 +128,7 @@ class _Replay:
             unusable=(timeline, step),
             # Of steps replayed in one pass, any may be the one that failed.
             sure=failed is None or not self.together or reach.count == 1,
+            touched=failed is not None or restored.replayed > 0,
         )
 
 
@@ -273,7 +276,7 @@ class RankLog:
         else:
             restored.loaded = self._with_shape(loaded)
             if self._is_other_layout(restored.loaded, *replay.steps[0]):
-                return Redone(relaid=True)
+                return Redone(relaid=True, touched=False)
             failed = self._replay_own(replay)
         if isinstance(failed, UnknownClassError) and self._request.strict:
             assert restored.end is not None

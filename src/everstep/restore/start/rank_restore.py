@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from everstep.commit.job.agreement import Compared, Restored
@@ -62,6 +63,8 @@ class RankRestore:
         self._loader = loader
         self._log = log
         self._exchange = exchange
+        # Loaded, with nothing replayed on it: a choice of the same base need not load it again.
+        self._loaded_base: tuple[Manifest, Outcome] | None = None
 
     def compare(self, choice: Choice) -> Compared:
         """Return the state that would be left out.
@@ -118,6 +121,8 @@ class RankRestore:
         # to find the failing one, which all ranks then exclude.
         for together in (True, False):
             redone = self._log.redo(choice, loaded, together=together, exchange=self._exchange)
+            if redone.touched:
+                self._loaded_base = None
             if redone.unusable is None or redone.sure:
                 break
             damaged = self._load(choice)
@@ -133,7 +138,10 @@ class RankRestore:
         return Restored((), redone.unusable, self.outcome.exact)
 
     def _load(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
-        """Load the chosen base; return the damaged files and their sources."""
+        """Load the chosen base, unless it is loaded already; return the damaged files and their
+        sources."""
+        loaded_base = self._loaded_base
+        self._loaded_base = None
         self.outcome = Outcome()
         self._sources.stop_reading_ahead(but=choice.base)
         if choice.base is None or choice.manifest is None:
@@ -147,6 +155,11 @@ class RankRestore:
             )
         base = self._base_of(choice)
         places = self._sources.places(choice, choice.manifest)
+        if loaded_base is not None and loaded_base[0] == choice.manifest:
+            self._loaded_base = loaded_base
+            self.outcome = replace(loaded_base[1])
+            self._add_layout(choice, base, places)
+            return ()
         clock = self._request.seams.clock
         start_s = clock.monotonic_s()
 
@@ -174,6 +187,7 @@ class RankRestore:
         self.outcome = Outcome.of(
             loaded, choice.manifest, picked, self._sources.rank, load_s=load_s
         )
+        self._loaded_base = choice.manifest, replace(self.outcome)
         self._add_layout(choice, base, places)
         return ()
 
