@@ -15,6 +15,7 @@ from everstep.errors import FencedError, RecoveryError
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
 from everstep.testing import inspect
+from everstep.trainer.checks.first_batches import FirstBatches
 from tests.crash.sim.filesystem import SimFileSystem
 from tests.support.world import forget
 
@@ -115,7 +116,9 @@ class World:
     def crash(self, number: int) -> None:
         found = self.actors[number]
         if found is not None:
-            inspect(found[0]).ring.close()  # all that would outlive it in this process
+            # All that would outlive it in this process.
+            inspect(found[0]).ring.close()
+            inspect(found[0]).part(FirstBatches).close()
         self.actors[number] = None
         self.resumed[number] = False
 
