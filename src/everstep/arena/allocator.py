@@ -71,6 +71,8 @@ class Allocator:
         self.used_bytes -= size_bytes
         start = offset
         stop = offset + size_bytes
+        # Merge with the hole after and the one before: of two holes that touch, none would fit a
+        # block of their joint size.
         index = bisect_right(self._holes, (start, stop))
         if index < len(self._holes) and self._holes[index][0] == stop:
             stop = self._holes.pop(index)[1]

@@ -11,6 +11,7 @@ import contextlib
 import mmap
 
 PAGE_BYTES = 4096
+# Linux's numbers: Python names some of them only where it was built against a recent C library.
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 

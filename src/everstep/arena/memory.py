@@ -47,6 +47,8 @@ _VERSION = 1
 _HEADER = struct.Struct("=8sIIQQ")  # native byte order: all attached processes are on one machine
 _WORDS_OFFSET = 4096
 _WORD_STRIDE_BYTES = 64
+# EFBIG: the memfd exceeds the limit of file sizes (ulimit -f). EFAULT: pages could not be
+# populated.
 _NO_ROOM = (errno.ENOMEM, errno.EFBIG, errno.ENOSPC, errno.EFAULT)
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _LESS = (
@@ -129,6 +131,7 @@ class Arena:
             total_bytes = sealed_bytes(fd)
         except (OSError, ValueError, OverflowError) as error:
             raise _not_an_arena(fd, f"it is no memfd ({error})") from error
+        # Its creator could shrink it after this test, and an access to a removed page is a SIGBUS.
         if total_bytes is None:
             raise _not_an_arena(fd, "its size is not sealed")
         if total_bytes <= CONTROL_BYTES or total_bytes % PAGE_BYTES:
@@ -171,6 +174,7 @@ class Arena:
         """Read a progress word; data written before it was set is visible afterwards."""
         words = self._words_with(index)
         value: int = words.item(index)
+        # After the load: no later load of data may be moved before it.
         _barrier()
         return value
 
@@ -183,6 +187,7 @@ class Arena:
         words = self._words_with(index)
         if not 0 <= value < 1 << 64:
             raise OptionError(f"a progress word cannot hold {value}")
+        # Before the store: all data must be visible before the word is.
         _barrier()
         words[index] = np.uint64(value)
 
@@ -222,6 +227,7 @@ class Arena:
     @classmethod
     def _started(cls, memory: SharedMemory) -> Arena:
         header = _header(memory.size_bytes - CONTROL_BYTES)
+        # Written before another process can get the descriptor, so no barrier is needed.
         memory.array()[: len(header)] = np.frombuffer(header, np.uint8)
         return cls(memory)
 

@@ -55,6 +55,8 @@ class ReusedMemory:
         self._lent_bytes += block.size_bytes
         self._most_bytes = max(self._most_bytes, self._lent_bytes)
         lent = np.frombuffer(block.view, np.uint8)
+        # All views of the lent memory refer to this array, so it is finalized after the last of
+        # them. Not at exit: threads may still copy.
         weakref.finalize(lent, self._returned.put, block).atexit = False
         return lent.data[:size_bytes]
 

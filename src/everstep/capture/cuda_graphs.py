@@ -38,6 +38,7 @@ def refuse_graph_capture() -> None:
     Raises:
         StateError: the current stream is being captured into a CUDA graph.
     """
+    # Only once CUDA is in use: without tensors on CUDA devices everstep calls no CUDA function.
     if _cuda.is_initialized() and _cuda.is_current_stream_capturing():
         raise StateError(
             "optimizer.step(), save() or ckpt.step() is being captured into a CUDA graph: its "

@@ -127,6 +127,7 @@ class Dispatch:
                 if self.units[self._next].event > event:
                     return
                 self._issue(self._next)
+            # Otherwise a signal handler has interrupted _issue(), which ends the capture itself.
             if not self._issuing:
                 self._end()
 
@@ -153,6 +154,7 @@ class Dispatch:
                 transfer = self._transfers[number]
                 if transfer is not None and number not in self._copies:
                     awaited.append((transfer, unit.batches[-1].end))
+        # Without the lock: hooks in autograd's threads must be able to issue copies meanwhile.
         return all(transfer.gate(end, timeout_s) for transfer, end in awaited)
 
     def flush(self) -> None:
@@ -166,6 +168,7 @@ class Dispatch:
         """Issue nothing more: the capture has failed with this error."""
         with self._lock:
             self._error = self._error or error
+            # Without a transfer no copy writes to the block.
             self.complete = self.complete or not any(self._transfers)
             self._end()
 
@@ -197,6 +200,8 @@ class Dispatch:
             return
         self._issuing += 1  # a signal handler may flush meanwhile, and must not end the capture
         try:
+            # Before the submission: a signal handler that flushes now must not issue the unit
+            # again.
             self.issued_s[number] = self._now_s()
             batches = self._copies.get(number, self.units[number].batches)
             arrived = functools.partial(self._arrived, number)

@@ -105,6 +105,7 @@ class MarkSampler:
             differs = mine != theirs
             if not differs.any():
                 continue
+            # Replay may give a NaN another payload.
             differs &= ~(_are_nan(mine, dtype) & _are_nan(theirs, dtype))
             if differs.any():
                 return self._entry_at(dtype, step, int(np.flatnonzero(differs)[0]))
@@ -208,6 +209,8 @@ class MarkComparison:
 
 
 def _is_looked_at(tensor: torch.Tensor) -> bool:
+    # The address is 0 where FSDP has resized the storage to nothing. Conjugated and negated tensors
+    # have other bytes than values.
     plain = tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
     return plain and tensor.numel() > 0 and tensor.data_ptr() != 0
 

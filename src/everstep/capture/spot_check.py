@@ -30,6 +30,7 @@ from everstep.state.values.tensors import byte_view, host_bytes, tensor_entry
 _SAMPLES = 4  # of each tensor
 _SAMPLES_OF_SMALL = 8
 _SMALL_BYTES = 4096  # in one or two pages; each further page costs a cache and TLB miss
+# Elements are compared as integers: as floats a NaN differs from itself, and -0.0 equals 0.0.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Kind = tuple[int, torch.device]  # elements of one packed copy
@@ -137,6 +138,7 @@ class SpotCheck:
                 if not size_bytes or name not in chosen:
                     continue
                 tensor = tensors[name]
+                # Its copy holds the resolved values, so the bytes differ.
                 if tensor.is_conj() or tensor.is_neg():
                     continue
                 width = tensor.element_size() if tensor.element_size() in _INTEGERS else 8
@@ -153,6 +155,7 @@ class SpotCheck:
         for kind, expected in sample.values.items():
             width = kind[0]
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
+            # Waits for the device; this runs in the lane's thread.
             differs = whole[self._elements[kind].where] != expected.cpu()
             if bool(differs.any()):
                 return self.entry_at(kind, int(differs.nonzero()[0]))
@@ -240,6 +243,7 @@ def _checks(
     checks = {}
     for pattern, named in by_pattern.items():
         entries = [tensor_entry(name, tensor) for name, tensor in named.items()]
+        # No file is written: the layout only gives positions, and must not be split into shards.
         (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
         checks[pattern] = SpotCheck([(layout, 0)], named, named.keys())
     return checks

@@ -121,6 +121,7 @@ class StepEvents:
             id(parameter): parameter
             for optimizer in optimizers.values()
             for parameter in _parameters(optimizer)
+            # torch accepts the hook below on leaf tensors only.
             if parameter.requires_grad and parameter.is_leaf
         }
         for parameter in _spread(list(parameters.values())):
@@ -224,6 +225,7 @@ class _ModuleHook:
     """
 
     def __init__(self, events: StepEvents, number: int, module: nn.Module) -> None:
+        # Weak: a module outlives its Checkpointer, and must not keep a dropped one alive.
         self._events = weakref.ref(events)
         self._number = number
         self._module = weakref.ref(module)

@@ -67,6 +67,8 @@ class UpdateHooks:
         last: Any = None
 
         def before(*_: Any) -> None:
+            # The call of step() that runs this hook. Its frame is on the stack until the call has
+            # returned or raised.
             caller = sys._getframe(1)
             if self.outermost is None or not _on_stack(self.outermost, caller):
                 self._begin(key, caller)
@@ -96,6 +98,8 @@ class UpdateHooks:
                 return None  # a nested call
             if not _is_last(before_hooks, last.id):
                 return None  # later hooks may still change gradients and parameters
+            # A closure computes the gradients, so they are final only after it. args[0] is the
+            # optimizer.
             if len(args) > 1 and callable(args[1]):
                 return (args[0], _then(args[1], consume), *args[2:]), options
             if callable(options.get("closure")):
@@ -103,6 +107,7 @@ class UpdateHooks:
             consume()
             return None
 
+        # Marks a hook that only observes: _is_last() of another Checkpointer skips it.
         at_last.looks_on = True  # type: ignore[attr-defined]
         first = optimizer.register_step_pre_hook(before)
         # Run before all other hooks of this optimizer: one of them may change parameters.
@@ -123,6 +128,8 @@ class UpdateHooks:
         me = threading.get_ident()
         since_s = time.monotonic()
         while True:
+            # Test and claim under one lock: otherwise two threads could both find no update in
+            # progress.
             with self._claim:
                 others = self.outermost is not None and self.thread != me
                 if not others or not in_thread(self.outermost, self.thread):
@@ -140,6 +147,7 @@ class UpdateHooks:
                     f"ended within {_TURN_S:g} s",
                     hint="updates must not overlap: end one before the next one begins",
                 )
+            # Polled: an update that raises notifies nobody; only its frame shows that it has ended.
             time.sleep(_POLL_S)
 
     def updated(self) -> None:
@@ -162,6 +170,7 @@ class UpdateHooks:
         self.outermost = None
         self.depth = 0
         self.failed = True
+        # With a log _lose() counts it.
         if self.lost is None and self.counts_failed:
             self.lsn += 1
         self._lose(f"an update of {self.key} has failed")

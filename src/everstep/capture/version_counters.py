@@ -61,11 +61,14 @@ def _counted(
     for name, tensor in able.items():
         begin = int(tensor.storage_offset()) * tensor.element_size()
         end = begin + tensor.numel() * tensor.element_size()
+        # By the address of the C++ storage: two tensors on one storage may have different Python
+        # wrappers of it.
         runs.setdefault(storages[name]._cdata, []).append((begin, end))
     ends = {storage: _end_of(found) for storage, found in runs.items()}
     others = None if beside is None else {storage_of(tensor) for tensor in beside}
 
     def is_counted(storage: torch.UntypedStorage) -> bool:
+        # Filled without a gap: no other tensor has memory of its own there.
         if ends[storage._cdata] == storage.nbytes():
             return True
         return others is not None and storage._cdata not in others
@@ -96,4 +99,5 @@ def _has_counter(tensor: torch.Tensor) -> bool:
     if tensor.is_inference() or not tensor.numel():
         return False
     fills_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    # The byte range in _counted() assumes that the elements are adjacent in memory.
     return fills_storage or tensor.is_contiguous()

@@ -173,11 +173,13 @@ class BaseCommit:
         return WriteManifest(self._manifest)
 
     def _on_markers(self, seen: MarkersSeen) -> Action | None:
+        # No look at the fence: the manifest is durable already, and nothing more is written.
         if seen.committed:
             self._advance(Phase.GATHERING, Phase.COMMITTED)
             return None
         assert self.phase is Phase.GATHERING
         self._manifest = manifest_of(seen.markers)
+        # Without a manifest, markers are missing, or contradict each other (see Member._go_on).
         return CheckFence() if self._leads and self._manifest is not None else GatherMarkers()
 
     def _advance(self, expected: Phase, next_phase: Phase) -> None:

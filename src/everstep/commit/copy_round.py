@@ -58,6 +58,7 @@ class CopyRound:
 
     def on_message(self, rank: int) -> None:
         """Record that ``rank`` has sent a message of any kind."""
+        # Before the first tick there is no time; that tick starts the wait for all ranks.
         if self._now_s is not None:
             self._last_message_s[rank] = self._now_s
 

@@ -111,6 +111,7 @@ class BaseDeletion:
         if isinstance(event, Lifted):
             self._advance(_Phase.LIFTING, _Phase.OVER)
             raise self._fenced()
+        # Of two renames one succeeds, so the other process deletes the base or has lifted the mark.
         if isinstance(event, AlreadyDeleted):
             self._phase = _Phase.OVER
             self._newest = event.newest

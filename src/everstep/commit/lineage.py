@@ -66,6 +66,7 @@ def branches_of(
     found: dict[int, Branch] = {}
     used = {base.timeline for base in there} | set(logged)
     resting: int | None = None  # newest timeline so far that has bases or forked from a base
+    # In ascending order: each timeline refers to those before it.
     for number in sorted(timelines):
         record = timelines[number]
         if record is None:
@@ -102,6 +103,7 @@ def history(newest: int, branches: Mapping[int, Branch]) -> list[tuple[int, int 
     while timeline is not None:
         found.append((timeline, limit))
         branch = branches.get(timeline)
+        # A forged record may name a younger parent, and the loop would not end.
         if branch is None or branch.parent is None or branch.parent >= timeline:
             break
         timeline = branch.parent

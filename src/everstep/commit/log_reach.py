@@ -55,6 +55,8 @@ class LogRun:
         """
         at = step - self.first
         if at == 0:
+            # The updates from after + 1 on are recorded, so any state from there up to the mark can
+            # be continued from.
             return self.after <= lsn <= self.lsns[0]
         return 0 < at < len(self.lsns) and self.lsns[at - 1] == lsn
 
@@ -129,6 +131,7 @@ def runs_of(
             end()
             begin = mark.lsn
             lsns = []
+            # No mark before it tells where the updates of its step begin: count back to the first.
             while (mark.timeline, begin) in updates:
                 begin -= 1
         lsns.append(mark.lsn)
@@ -163,6 +166,7 @@ def log_path(branches: Mapping[int, Branch], logged: Collection[int]) -> Path:
     path: list[tuple[int, int | None]] = [(timeline, None)]
     limit: int | None = None
     while (found := branches.get(timeline)) is not None and found.parent is not None:
+        # A forged record may name a younger parent, and the loop would not end.
         if found.fork_step is None or found.parent >= timeline:
             break
         limit = found.fork_step if limit is None else min(limit, found.fork_step)
@@ -189,6 +193,7 @@ def steps_reached(
     for run in runs:
         by_timeline.setdefault(run.timeline, []).append(run)
     found: list[tuple[int, int, int]] = []
+    # No log follows a base of an abandoned branch.
     if not any(t == base.timeline and (end is None or base.step <= end) for t, end in path):
         return found
     step = base.step
@@ -199,6 +204,7 @@ def steps_reached(
         here = by_timeline.get(timeline, []) if timeline is not None else []
         fit = (run for run in here if run.first <= step <= run.last and run.follows(step, lsn))
         one = next(fit, None)
+        # The shape of the base is not known here: the first step gives it, and restore compares it.
         if one is None or (one.timeline, step) in unusable or shape not in (None, one.shape):
             return found
         lsn = one.lsns[step - one.first]
@@ -238,6 +244,7 @@ def common_reach(
     timeline, step, last = chains[0][count - 1] if count else (base.timeline, base.step, lsn)
     furthest = base.step + max(map(len, chains))
     beyond = max((_last_of(run, path) for runs in logs for run in runs), default=0)
+    # A record found unusable is reported with its own reason.
     if beyond <= furthest or any(at == furthest + 1 for _, _, at in unusable):
         beyond = 0
     shortest = min(range(len(chains)), key=lambda rank: len(chains[rank]))
@@ -295,6 +302,8 @@ class JobLogs:
         self._unusable = unusable
         self._relaid = relaid
         self._worlds = {n: record.world for n, record in records.items() if record is not None}
+        # A rank's own log counts only if as many ranks wrote it: another number of ranks divided
+        # the state in another way.
         self._runs = [
             [run for run in own if self._worlds.get(run.timeline) == len(runs)] for own in runs
         ]
@@ -335,6 +344,8 @@ class JobLogs:
             unusable = self._unusable
         elif world in self._others:
             logs = [self._of(world, source) for source in range(world)]
+            # The number is that of the reading rank, which may read the logs of several: refuse the
+            # step of all of them.
             bad = {(timeline, step) for _, timeline, step in self._unusable}
             unusable = {(source, *one) for source in range(world) for one in bad}
         else:
@@ -353,6 +364,7 @@ class JobLogs:
         if self._is_own(base, manifest):
             return ()
         for source in range(world):
+            # The rank at the same relative position: it most likely needs these slices itself.
             nearest = source * self._world // world
             held = sorted(
                 self._others[world].get(source, ()), key=lambda one: (abs(one[0] - nearest), one[0])
@@ -361,6 +373,7 @@ class JobLogs:
             for step in range(base.step + 1, reach.step + 1):
                 timeline = timeline_of(step, self._path)
                 fit = ((rank, run) for rank, run in held if run.timeline == timeline)
+                # There is one: reach() has found such a run for each step.
                 rank, run = next(
                     (rank, run)
                     for rank, run in fit
@@ -392,6 +405,7 @@ class JobLogs:
                 found.append((end, base, reach))
         if not found:
             return None
+        # Without the Reach, which has no order.
         _, base, reach = max(found, key=lambda one: one[:2])
         return base, reach
 
@@ -434,6 +448,7 @@ class JobLogs:
             manifest: manifest of the base.
             bases: bases of the history that every rank can read.
         """
+        # Shows how far the logs lead if the records that failed in this start are not left out.
         whole = copy(self)
         whole._unusable = ()
         _, reach = whole.best(bases, None) or (end, None)

@@ -112,6 +112,7 @@ class HeldCopies:
         guarded = self._guarded(mine)
         if guarded is not None and not guarded.left and base <= guarded.base:
             return [], f"a newer copy is already held, of step {guarded.base.step}"
+        # At most two copies per rank: the guarded one and the one that is received.
         gone = [copy for copy in mine if copy is not guarded]
         left_bytes = self.used_bytes - sum(copy.size_bytes for copy in gone)
         if left_bytes + size_bytes > self.bound_bytes:
@@ -119,6 +120,7 @@ class HeldCopies:
                 f"it needs {size_bytes} bytes in addition to {left_bytes} that must stay, and the "
                 f"limit for copies of other ranks is {self.bound_bytes}"
             )
+        # Not before it is certain to fit: a refusal must not cost copies that are held.
         self._remove(gone)
         self._copies[source, base] = Copy(source, base, size_bytes)
         return gone, ""
@@ -171,6 +173,8 @@ class HeldCopies:
             # Training went back to `recovered`: newer bases are on an abandoned branch.
             for copy in self._copies.values():
                 copy.left = copy.base > recovered
+            # Otherwise _guarded() would prefer a copy of the abandoned branch to one of the base
+            # that training continues from.
             if self.everywhere is not None and self.everywhere > recovered:
                 self.everywhere = None
         gone = [
@@ -184,6 +188,7 @@ class HeldCopies:
         """Return the copy of a rank that must stay until a newer one is complete with all peers."""
         whole = sorted((copy for copy in mine if copy.whole), key=lambda copy: copy.base)
         safe = [copy for copy in whole if self._is(copy, self.everywhere)]
+        # Complete with all peers; else of the branch that training continues; else any.
         best = safe or [copy for copy in whole if not copy.left] or whole
         return best[-1] if best else None
 
@@ -252,6 +257,7 @@ class CopyRounds:
         """Record a rank's state of ``base``: ``"whole"``, ``"failed"``, ``"noted"``, or in
         progress."""
         if state == "noted":
+            # A late acknowledgement must not count for a message of the next round.
             if base == self.everywhere and self.base is None:
                 self._unanswered.discard(rank)
             return []
@@ -259,6 +265,7 @@ class CopyRounds:
             return []  # about an earlier round
         self._last_reply_s = now_s
         self._unanswered.discard(rank)
+        # Without the copy of one rank the base cannot become complete with all peers.
         if state == "failed":
             return self._over(now_s)
         if state == "whole":
@@ -287,6 +294,7 @@ class CopyRounds:
 
     def _over(self, now_s: float) -> list[Send]:
         self.base = None
+        # The message that begins a round also carries `everywhere`, so the end needs none then.
         return self._begin(now_s) or self._tell_all(now_s)
 
     def _tell_all(self, now_s: float) -> list[Send]:
@@ -412,6 +420,7 @@ def run_of(heads: Sequence[RecordHead]) -> LogRun:
     after = lsn = first.lsn - 1 if first.kind == "update" else first.lsn
     marks = [head for head in heads if head.kind == "mark"]
     for head in heads:
+        # An update has the next number; a mark repeats that of the last update.
         wanted = lsn + (head.kind == "update")
         step = marks[0].step + len(lsns)
         if (head.timeline, head.lsn, head.step) != (first.timeline, wanted, step):
@@ -434,6 +443,7 @@ def merge_runs(runs: Iterable[LogRun], lent: Iterable[LogRun]) -> tuple[LogRun, 
     marks: dict[tuple[int, int], RecordHead] = {}
     updates: set[tuple[int, int]] = set()
     for run in [*runs, *lent]:
+        # A run has no hole: it has every update up to its last mark.
         updates |= {(run.timeline, lsn) for lsn in range(run.after + 1, run.lsns[-1] + 1)}
         for step, lsn in enumerate(run.lsns, run.first):
             head = RecordHead("mark", run.timeline, step, lsn, run.shape)

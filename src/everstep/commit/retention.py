@@ -123,6 +123,7 @@ def plan_retention(
         go += [base for base in committed if base in damaged]
     if not go:
         return RetentionPlan()
+    # The newest: it stays for the next `keep` commits, so one read-back serves them all.
     if not any(base in verified for base in stay):
         return RetentionPlan(verify=stay[0])
     return RetentionPlan(delete=tuple(reversed(go)))

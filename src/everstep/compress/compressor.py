@@ -96,6 +96,8 @@ class Compressor:
     ) -> None:
         optimizer = unwrap_optimizer(optimizer)
         hooks: Mapping[int, Any] = optimizer._optimizer_step_pre_hooks
+        # A second one would compress the output of the first: neither residual would be the error
+        # of what the optimizer consumes.
         if any(isinstance(getattr(hook, "__self__", None), Compressor) for hook in hooks.values()):
             raise OptionError("the optimizer has a Compressor already", hint="close() that one")
         if dense_below < 0:
@@ -112,6 +114,7 @@ class Compressor:
         self._sharded: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dense_below = dense_below
         self._step: FrameType | None = None  # the outermost step() that is running
+        # The parameter is kept beside its form: the id of a freed object may be reused.
         self._last: dict[int, tuple[torch.Tensor, Form | None]] = {}
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -134,6 +137,7 @@ class Compressor:
         """
         looks_on = False
         for hook in reversed(self._optimizer._optimizer_step_pre_hooks.values()):
+            # Without a hook of a Checkpointer after this one nothing records compressed gradients.
             if hook == self._before:
                 return looks_on
             if not getattr(hook, "looks_on", False):
@@ -194,6 +198,7 @@ class Compressor:
         if not is_dtensor(parameter):
             return residual
         known = self._sharded.get(parameter)
+        # load_state_dict() binds new residuals; a DTensor over an old one would show stale memory.
         if known is None or known[0] is not residual:
             made = dtensor_over(parameter, residual.view(local_tensor(parameter).shape))
             known = self._sharded[parameter] = residual, made
@@ -243,11 +248,15 @@ class Compressor:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # torch's wrapper around step(), which calls the pre-hooks and the post-hooks in one frame.
         caller = sys._getframe(1)
+        # A step() that raised ran no post-hook and has left its frame in _step. Such a frame is on
+        # no stack.
         if self._step is not None and _on_stack(self._step, caller):
             # A step() called within a step(): the gradients are compressed already.
             return None
         self._step = caller
+        # torch passes the optimizer itself as args[0].
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._compress()
@@ -258,6 +267,7 @@ class Compressor:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _after(self, *_: Any) -> None:
+        # A nested step() also ends here; only the outermost one clears the frame.
         if sys._getframe(1) is self._step:
             self._step = None
 
@@ -283,7 +293,10 @@ class Compressor:
     def _compress(self) -> None:
         self._check_step()
         grads = [(p, _local_gradient(p)) for p in self._parameters() if p.grad is not None]
+        # Replaced before anything can fail or return: check() must not find forms of the previous
+        # step.
         self._last = {id(parameter): (parameter, None) for parameter, _ in grads}
+        # All gradients are checked before the first of them is written.
         _check_gradients(grads)
         if not _all_finite([grad for _, grad in grads]):
             return
@@ -298,10 +311,13 @@ class Compressor:
 
     def _check_step(self) -> None:
         parameters = list(self._parameters())
+        # add_param_group() may have added parameters. Placements are not read again in each step.
         if len(parameters) != self._checked_parameters:
             if why := _sharding_problem(parameters):
                 raise StateError(f"gradients cannot be compressed: {why}")
             self._checked_parameters = len(parameters)
+        # GradScaler.step() sets it on a fused optimizer if it has not unscaled the gradients
+        # itself.
         if getattr(self._optimizer, "grad_scale", None) is not None:
             raise StateError(
                 "the optimizer would unscale its gradients after they were compressed",
@@ -376,6 +392,7 @@ def _check_gradients(grads: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 f"(parameter {list(parameter.shape)})"
             )
         if grad.layout == torch.strided and grad.numel():
+            # The second parameter would compress the compressed gradient of the first.
             if grad.data_ptr() in begins:
                 raise StateError(
                     "two parameters share the memory of one gradient (one is "
@@ -395,11 +412,13 @@ def _matches(form: Form, flat: torch.Tensor) -> bool:
         return False
     if not isinstance(form, Sparse):
         return _same_bits(flat, form.dense())
+    # Equal counts mean that every other position still has +0.0, as dense() wrote it.
     kept = _same_bits(flat.index_select(0, form.indices), form.values)
     return kept and nonzero_count(flat) == nonzero_count(form.values)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # Compared as integers: as numbers NaN differs from itself, and -0.0 equals +0.0.
     bits = FORMATS[one.dtype].signed
     return torch.equal(one.view(bits), other.view(bits))
 

@@ -45,6 +45,7 @@ from everstep.state.survey.ownership import memory_of
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 _NOT_FINITE = -1  # instead of a count
+# view(dtype) needs an offset that is a multiple of the item size; float64 has the largest.
 _ALIGN_BYTES = 8
 
 
@@ -209,6 +210,8 @@ class DDPCompression:
                 "gradients in sparse layout cannot be exchanged compressed",
                 hint="embeddings: sparse=False",
             )
+        # Before the gradients are compressed: a gradient and its residual are added in the same
+        # scale.
         self._follow_scale()
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         world = dist.get_world_size(group)
@@ -218,6 +221,7 @@ class DDPCompression:
         work = _all_gather(messages, message, group=group, async_op=True)
 
         def mean(_: Any) -> torch.Tensor:
+            # Grad mode belongs to a thread, and the backend chooses the thread of this callback.
             with torch.no_grad():
                 rows = [_Row(row, sections, buffer.dtype) for row in messages.view(world, -1)]
                 for number, section in enumerate(sections):
@@ -267,6 +271,7 @@ class DDPCompression:
         """Encode counts, indices and values as bytes; the length is the same on every rank, as
         all-gather requires.
         """
+        # Counts that are not set below stay 0: a zero gradient sends no elements.
         message = buffer.new_zeros(_message_bytes(sections, buffer.dtype), dtype=torch.uint8)
         row = _Row(message, sections, buffer.dtype)
         flats = [flat_of(section.grad) for section in sections]
@@ -275,6 +280,7 @@ class DDPCompression:
             if section.capacity is None:
                 row.values[section.begin : section.end] = flat
                 continue
+            # Also if nothing is compressed here: all ranks have residuals of the same parameters.
             self._feedback.reserve(section.name, flat)
             if not math.isfinite(largest[number]):
                 row.counts[number] = _NOT_FINITE
@@ -282,6 +288,7 @@ class DDPCompression:
                 form = self._feedback.take(section.name, flat)
                 assert isinstance(form, Sparse)
                 kept = form.indices.numel()
+                # Only non-finite elements are kept beyond the bound, and there are none here.
                 assert kept <= section.capacity
                 row.counts[number] = kept
                 row.indices[section.begin : section.begin + kept] = form.indices
@@ -292,6 +299,7 @@ class DDPCompression:
         """Replace a parameter's gradient by the mean over all ranks."""
         dtype = section.grad.dtype
         wide = torch.promote_types(dtype, torch.float32)
+        # No form of the previous exchange may remain if this mean is dense or not finite.
         self.last[id(section.parameter)] = None
         if section.capacity is None:
             total = sum(row.values[section.begin : section.end].to(wide) for row in rows)
@@ -299,6 +307,7 @@ class DDPCompression:
             section.grad.copy_(narrowed(total / len(rows), dtype).view(section.grad.shape))
             return
         counts = [int(row.counts[number]) for row in rows]
+        # Every rank has the counts of all ranks, so all of them take the same branch.
         if min(counts) < 0:
             section.grad.fill_(torch.nan)
             return
@@ -306,6 +315,7 @@ class DDPCompression:
             (row.indices[section.begin : section.begin + kept], row.values[section.begin :][:kept])
             for row, kept in zip(rows, counts, strict=True)
         ]
+        # Sorted, as searchsorted() and Sparse require.
         indices = torch.unique(torch.cat([where for where, _ in sent]))
         total = torch.zeros(indices.numel(), dtype=wide, device=indices.device)
         # In the order of the ranks, so that every rank gets the same bits. A rank sends each

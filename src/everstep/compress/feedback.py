@@ -55,6 +55,8 @@ class ErrorFeedback:
         """
         if not self.enabled:
             return self._compress(flat)
+        # Computed in place, without a temporary of the gradient's size: the residual's memory holds
+        # the sum first, and at the end the compression error.
         total = self._residual(key, flat)
         for begin, end in _ranges_of(total):
             total[begin:end].add_(flat[begin:end].to(total.dtype))
@@ -64,6 +66,7 @@ class ErrorFeedback:
             limit = torch.finfo(total.dtype).max
             total.clamp_(-limit, limit)
             form = self._compress(total)
+        # Rounded before the error is computed, so that the residual includes the rounding.
         form = form.to(flat.dtype)
         if isinstance(form, Sparse):
             positions = form.positions()

@@ -89,6 +89,7 @@ def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if values.dtype == dtype:
         return values
     there = values.to(dtype)
+    # No finite value overflows in a dtype of the same or a larger range.
     if torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
         return there
     limit = torch.finfo(dtype).max
@@ -115,6 +116,7 @@ def _largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         largest = tensor.new_zeros(())
     elif tensor.device.type == "cpu":  # ten times as fast as a norm
+        # Both aminmax() and maximum() propagate NaN.
         low, high = torch.aminmax(tensor)
         largest = torch.maximum(-low, high)
     else:

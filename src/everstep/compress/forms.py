@@ -49,6 +49,7 @@ def compression(kind: str, ratio: float) -> Callable[[torch.Tensor], Form]:
     Raises:
         OptionError: for an unknown kind or a ratio that cannot work.
     """
+    # Called for its check: a wrong ratio is refused here and not in the first step.
     kept_count(1, ratio)
     kinds: dict[str, Callable[[torch.Tensor], Form]] = {
         "topk": partial(topk, ratio=ratio),

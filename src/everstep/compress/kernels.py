@@ -35,9 +35,11 @@ class TritonScan(DeviceScan):
         blocks = triton.cdiv(self.numel, _BLOCK)
         counts = torch.empty(blocks, dtype=torch.int32, device=bits.device)
         constants: dict[str, Any] = {"MASK": self.form.mask, "BLOCK": _BLOCK}
+        # Triton launches on the current device, which need not be the tensor's.
         with torch.cuda.device_of(bits):
             _count[(blocks,)](bits, counts, self.numel, key, **constants)
         ends = counts.cumsum(0, dtype=torch.int64)
+        # Synchronises with the device: the sizes of the results depend on it.
         total = int(ends[-1])
         if total > most:
             return None
@@ -74,6 +76,7 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) ->
 
 @triton.jit
 def _count(bits, counts, numel, low, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    # 64 bits: with up to 2**31 - 1 elements the last block reaches past the end of int32.
     program = tl.program_id(0).to(tl.int64)
     places = program * BLOCK + tl.arange(0, BLOCK)
     keys = tl.load(bits + places, mask=places < numel, other=0) & MASK
@@ -100,7 +103,9 @@ def _quantize(rows, values, scales, count, limit, COLUMNS: tl.constexpr, ROWS: t
     places = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = row[:, None] < count
     x = tl.load(rows + places, mask=inside, other=0.0).to(tl.float32)
+    # Compared as integers: a maximum of floats may drop NaN.
     key = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    # Correctly rounded divisions: Triton's default one is approximate, and bits must equal torch's.
     scale = tl.div_rn(tl.minimum(key.to(tl.float32, bitcast=True), limit), 127.0)
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)  # the smallest normal number
     scale = tl.where(key >= 0x7F800000, float("nan"), scale)

@@ -87,6 +87,8 @@ def restored_values(values: torch.Tensor, dtype: torch.dtype, exponent: int) -> 
     Raises:
         FormatError: dtype or exponent cannot be those of a lossy copy.
     """
+    # dtype and exponent come from a record: ldexp() raises if the exponent is far outside the
+    # range.
     known = values.dtype == torch.float16 and isinstance(exponent, int)
     if not known or not dtype.is_floating_point or abs(exponent) > _EXPONENT_MAX:
         raise FormatError(f"not a lossy gradient: {values.dtype} values, exponent {exponent!r}")

@@ -166,6 +166,7 @@ def _scales(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize(rows: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
+    # Division by infinity gives 0. A scale of 0 or NaN would give NaN or infinity.
     divisors = torch.where(scales > 0, scales, torch.inf)
     values.copy_((rows / divisors[:, None]).round_())
     # The conversion of NaN to an integer depends on the processor.

@@ -109,6 +109,7 @@ class HostScan(DeviceScan):
 
     def __init__(self, flat: torch.Tensor, form: FloatFormat) -> None:
         super().__init__(flat, form)
+        # The array does not own the memory; self.flat keeps it alive.
         self._bits: npt.NDArray[Any] = np.frombuffer(host_bytes(flat), dtype=form.unsigned)
         self._block = _BLOCK_BYTES // self._bits.itemsize
 
@@ -198,6 +199,7 @@ def sample_positions(numel: int, device: torch.device) -> torch.Tensor:
 def _strides(stride: int, count: int, device: torch.device) -> torch.Tensor:
     number = torch.arange(count, device=device)
     mixed = ((number + 1) * 0x9E3779B1) & 0xFFFFFFFF  # golden ratio
+    # The product may exceed int64 and wraps around; its low 32 bits are right all the same.
     mixed = (((mixed >> 15) ^ mixed) * 0x85EBCA6B) & 0xFFFFFFFF  # as in MurmurHash3
     return number * stride + (mixed >> 8) % stride
 
@@ -215,6 +217,7 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
         return None
     try:
+        # The kernel is run and compared here, once: compilers and drivers fail at the first launch.
         module = importlib.import_module("everstep.compress.kernels")
         sample = torch.arange(-8.0, 9.0, dtype=torch.float32, device=device)
         form = FORMATS[torch.float32]

@@ -102,6 +102,7 @@ class Sparse:
         if self.indices.dtype != torch.int32 or self.dtype not in FORMATS or not shapes_fit:
             raise FormatError("indices and values of a sparse gradient differ in dtype or shape")
         positions = self.positions()
+        # In int64: differences of forged int32 indices could wrap around.
         ascending = bool((positions.diff() > 0).all())
         inside = kept == 0 or bool(positions[0] >= 0 and positions[-1] < self.numel)
         if not (ascending and inside and self.numel <= NUMEL_MAX):
@@ -151,6 +152,7 @@ def sampled_threshold(flat: torch.Tensor, ratio: float) -> Sparse:
     rank = max(1, round(count / flat.numel() * min(flat.numel(), SAMPLE_NUMEL)))
     low = _threshold(scan, rank)
     found = scan.at_least(low, 2 * count)
+    # At a threshold of 1 these are all nonzero elements, however few.
     if found is None or (2 * found.found < count and low > 1):
         found = _largest(scan, count)
     return _sparse(scan, found)
@@ -179,9 +181,11 @@ def _largest(scan: DeviceScan, count: int) -> Hits:
         return _merged(candidates, scan.equal(0, count - candidates.found))
     keys = scan.keys(candidates.patterns)
     threshold = scan.kth_of(keys, count)
+    # At least `count` elements are not finite, and all of these are kept.
     if threshold >= scan.form.infinity:
         return candidates.where(keys >= scan.form.infinity)
     keep = keys > threshold
+    # Candidates are in ascending order of position, so the first ties have the lowest indices.
     ties = torch.nonzero(keys == threshold).view(-1)
     keep[ties[: count - int(keep.sum())]] = True
     return candidates.where(keep)
@@ -195,6 +199,9 @@ def _candidates(scan: DeviceScan, count: int) -> Hits | None:
     rank = count
     if scan.numel > SAMPLE_NUMEL:
         expected = count / scan.numel * SAMPLE_NUMEL
+        # The number of sampled elements above the exact threshold varies by about sqrt(expected). A
+        # rank beyond that gives a filter below the exact threshold; the constant is for small
+        # samples.
         rank = math.ceil(expected + _MARGIN * math.sqrt(expected) + _MARGIN)
         if rank > SAMPLE_NUMEL // 2:
             return None
@@ -215,6 +222,7 @@ def _threshold(scan: DeviceScan, rank: int) -> int:
 
 
 def _by_exact_threshold(scan: DeviceScan, count: int) -> Hits:
+    # Below infinity, so that all non-finite elements count as above the threshold.
     threshold = min(scan.kth(count), scan.form.infinity - 1)
     above = scan.at_least(threshold + 1, scan.numel)
     assert above is not None
@@ -223,4 +231,5 @@ def _by_exact_threshold(scan: DeviceScan, count: int) -> Hits:
 
 def _merged(one: Hits, other: Hits) -> Hits:
     both = Hits(*(torch.cat(pair) for pair in zip(one, other, strict=True)))
+    # Sparse needs ascending positions.
     return both.where(both.positions.argsort())

@@ -170,6 +170,8 @@ def checked(cls: _Class) -> _Class:
         except EverstepError:
             raise
         except Exception:  # e.g. a comparison of a number with a string in __post_init__
+            # If a field has the wrong type, that is reported instead of the exception that it has
+            # caused.
             _check_fields(self, hints)
             raise
         _check_fields(self, hints)

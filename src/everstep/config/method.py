@@ -14,6 +14,7 @@ from everstep.config.given import checked, is_int, one_of
 from everstep.errors import OptionError
 
 HELD_STEPS_MAX = 8
+# The same as everstep.plan.multistep.PARTS_MAX, the most parts that "auto" chooses.
 _PARTS_MAX = 24
 _CHUNK_BYTES_MIN = 4096
 _TIERS = (("disk",), ("memory", "peer", "disk"))

@@ -32,6 +32,7 @@ def number(*key: KeyItem) -> int:
 
 
 def _digest(key: Sequence[KeyItem]) -> bytes:
+    # repr() keeps the items of a key apart: ("a", "bc") and ("ab", "c") get different digests.
     return hashlib.blake2b(repr(key).encode(), digest_size=32).digest()
 
 
@@ -43,6 +44,7 @@ def generators_in(*holders: object) -> list[Any]:
     """
     found: list[Any] = []
     seen: set[int] = set()
+    # A stack: reversed, so that members are visited in their own order.
     todo = list(reversed(holders))
     while todo:
         value = todo.pop()
@@ -139,6 +141,8 @@ class Draws:
             np.random.seed(np.frombuffer(digest, np.uint32))
         else:
             state = type(bits)(int.from_bytes(digest, "little")).state
+            # Without the second value of an earlier normal draw, which NumPy stores beside the
+            # generator.
             np.random.set_state({**state, "has_gauss": 0, "gauss": 0.0})
         self._held.seed(*key)
 
@@ -175,6 +179,7 @@ def _seed(generator: Any, seed: int) -> None:
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     elif isinstance(generator, np.random.RandomState):
+        # A RandomState takes words of 32 bits.
         generator.seed([seed & 0xFFFFFFFF, seed >> 32])
     else:
         generator.seed(seed)

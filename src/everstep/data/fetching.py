@@ -80,6 +80,7 @@ def _show_dataset(seed: int) -> None:
     info: Any = get_worker_info()
     wrapper = info.dataset
     shown = wrapper.dataset if isinstance(wrapper, (MapData, StreamData)) else wrapper
+    # Private: get_worker_info() returns this variable, and torch has no function to set it.
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=info.id, num_workers=info.num_workers, seed=seed % (1 << 63), dataset=shown
     )
@@ -193,6 +194,7 @@ class StreamData(_Data):
         with draws.kept(), self._own():
             if task.run != self._run:
                 self._open(task, draws)
+            # After the stream was opened, which may have replayed earlier batches with their seeds.
             draws.seed("batch", task.epoch, task.number, *task.key)
             found = self._take()
             if not found:
@@ -223,14 +225,19 @@ class StreamData(_Data):
         if info is not None:
             _show_dataset(number("open", worker, task.epoch, *task.key))
         self._tell_epoch(task.epoch)
+        # A dataset into which a state was loaded does not begin anew by itself.
         if task.state is not None or self._is_moved:
             state = self._first_state if task.state is None else task.state
+            # A copy: a dataset may keep and change the object, and the first state is loaded
+            # repeatedly.
             self.dataset.load_state_dict(copy.deepcopy(state))
             self._is_moved = True
         self._samples = iter(self.dataset)
         if task.state is not None:
             return
         # Worker w makes the batches w, w + W, ... : all before this one are replayed.
+        # The caller does not put the generators of devices back, from which replayed samples may
+        # draw.
         with preserve_rng() if info is None else contextlib.nullcontext():
             for batch in range(worker, task.number, workers):
                 draws.seed("batch", task.epoch, batch, *task.key)

@@ -193,7 +193,10 @@ class ResumableLoader:
         for place, batch in enumerate(made.begin(turn, at, order), at.batch - made.voids(at)):
             if batch.is_filled:
                 ended = 0
+                # Workers give their batches in turn, also after a resume, because of the void
+                # tasks.
                 streams[place % made.workers] = batch.state
+                # Before the batch is given to the loop, whose body may ask for the position.
                 self._position = replace(
                     at, batch=place + 1, streams=tuple(streams) if self._by_state else ()
                 )
@@ -285,6 +288,7 @@ class ResumableLoader:
         """Begin an iteration: divide the rest of its epoch among the current ranks."""
         if not self._is_fresh:  # after a break
             self._go_to(_Position(self.epoch + 1))
+        # From now on an older iteration raises an error instead of moving the position.
         self._turn += 1
         at = self._position
         made = self._made
@@ -354,6 +358,8 @@ class _Machinery:
             fixed |= {"kind": "map", "length": length_of(loader.dataset)}
             if in_batches:
                 fixed["batch_size"] = samplers.step
+        # In this process the states that the dataset's generators have now are those of each
+        # epoch's beginning.
         if not loader.num_workers:
             data.prepare()
         parts = cls(seed, place, fixed, samplers, data)
@@ -368,6 +374,8 @@ class _Machinery:
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             multiprocessing_context=loader.multiprocessing_context,
+            # Its own: each iterator draws a base seed, by default from the generator of the
+            # program.
             generator=torch.Generator(),
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,

@@ -117,6 +117,7 @@ class Samplers:
             return Order(self, range(len(self.sampler)), ())
         asked: Iterable[Any] = self.sampler
         if self._spread:
+            # A copy that gives the order for all ranks; the user's sampler keeps its rank.
             whole: Any = copy.copy(self.sampler)
             whole.num_replicas = 1
             whole.rank = 0
@@ -194,6 +195,7 @@ class Samplers:
             units = iter(self.sampler)
             own = draws.states()
         while True:
+            # For each unit: between two of them the program draws from the same generators.
             with draws.kept():
                 draws.put_back(own)
                 try:

@@ -43,6 +43,7 @@ class Digester:
         self._next = 0
         self._left_bytes = 0  # of the current entry
         self._hash = xxhash.xxh3_128()
+        # Looked up once: reset() keeps the hash object.
         self._update = self._hash.update
         self.digests: list[str] = []
         self._begin_entry()
@@ -50,7 +51,10 @@ class Digester:
     def update(self, data: memoryview) -> None:
         """Add the next bytes of the body."""
         size = data.nbytes
+        # An entry is completed with its last byte: no further byte follows the last entry.
         while size >= self._left_bytes:
+            # Nothing is completed without bytes: _left_bytes is 0 after the last known entry, to
+            # which extend() may add others.
             if not size:
                 return
             self._update(data[: self._left_bytes])

@@ -30,6 +30,7 @@ from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
 LENGTH_BYTES = 8
 METADATA_KEY = "everstep"
 HEADER_SIZE_BYTES_MAX = 100_000_000
+# Maximum of Count; sizes and offsets of tensors are signed 64-bit integers in torch.
 _SIZE_MAX = (1 << 63) - 1
 _Sizes = Annotated[tuple[Count, ...], Meta(max_length=64)]
 
@@ -105,6 +106,7 @@ def header_size_bytes(
     # The header is written last, in the place reserved before the body. So each number that may
     # change until then is given its maximum number of digits.
     widest = 10 ** len(str(_SIZE_MAX)) - 1
+    # "false" is longer than "true", and "behind_mark" is written only if true.
     identity = replace(
         identity, timeline=widest, step=widest, lsn=widest, exact=False, behind_mark=True
     )
@@ -133,6 +135,7 @@ def decode_header(data: bytes, file_bytes: int, path: PurePath) -> ShardHeader:
         fields = _load(str(data[LENGTH_BYTES:], "utf-8"))
         metadata = _load(fields.pop("__metadata__")[METADATA_KEY])
         return _decode(fields, metadata, len(data), file_bytes, path)
+    # It has its path already, and must not be reported as a malformed file.
     except NewerFormatError:
         raise
     except FormatError as error:
@@ -220,6 +223,7 @@ def _decode(
             path=path,
             hint="use the version of everstep that wrote it, or a newer one",
         )
+    # After the version: fields of a newer format need not have these types.
     described = msgspec.convert(metadata, _Metadata)
     places = msgspec.convert(fields, dict[str, _Place])
     identity = ShardIdentity(

@@ -147,10 +147,13 @@ def plan_segment(
     sources: dict[str, memoryview] = {}
     entries: list[Entry] = []
     for number, record in enumerate(records):
+        # Entries of a dtype are adjacent (link/recordable.py), so each group is one slice of the
+        # data and is not copied.
         for dtype, group in groupby(record.layout.placed, lambda place: place.entry.dtype):
             run = list(group)
             begin = run[0].begin
             end = run[-1].end
+            # Entries without elements have no flat tensor; gathered() expects none.
             if begin == end:
                 continue
             entry = Entry.whole(f"{number:06d}/{dtype}", dtype, ((end - begin) // _width(dtype),))
@@ -286,6 +289,7 @@ def records_of_packed(
             number, objects, found = _rest(row)
             layout = layouts[number]
             end = offset + layouts[number].size_bytes
+            # The offsets come from another node. A slice past the end would silently be shorter.
             if not 0 <= offset <= end <= data.nbytes:
                 raise FormatError(f"{path}: a record lies outside of the data", path=path)
             head = _head(timeline, row)
@@ -302,6 +306,7 @@ def _head(timeline: int, row: Sequence[Any]) -> RecordHead:
     declared = row[8] if len(row) > 8 else ""
     if kind not in ("update", "mark") or (declared and kind != "update"):
         raise ValueError("record of an unknown kind")
+    # The ninth field is optional: only declared updates have it.
     if len(row) > 9 or not isinstance(declared, str):
         raise ValueError("record of an unknown form")
     if not (_is_size(step) and _is_size(lsn) and type(shape) is str and type(exact) is bool):
@@ -320,6 +325,7 @@ def _rest(row: Sequence[Any]) -> tuple[int, dict[str, bytes], str]:
 
 
 def _is_size(value: Any) -> bool:
+    # Not isinstance(): bool is a subclass of int, so True would be read as 1.
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -349,6 +355,7 @@ def layout_from_index(fields: Sequence[Sequence[Any]]) -> ShardLayout:
         sizes = tuple(shape)
         twice = logical is not None
         whole = all(type(n) is int and 0 <= n < 1 << 48 for n in (*sizes, *(stride or ())))
+        # A complex entry is stored with a last dimension of 2 that its strides do not have.
         fits = stride is None or len(stride) == len(sizes) - twice
         known = not twice or (dtype, logical, sizes[-1:]) == ("F64", "complex128", (2,))
         if type(name) is not str or dtype not in DTYPE_BYTES or not (whole and fits and known):
@@ -392,6 +399,8 @@ def pack_index(records: Sequence[LogRecord]) -> bytes:
     numbers: dict[int, int] = {}
     rows = []
     for record in records:
+        # By identity: equal records share a layout object, and comparing layouts would take longer.
+        # The ids stay valid because `records` refers to the layouts.
         key = id(record.layout)
         if key not in numbers:
             numbers[key] = len(layouts)

@@ -122,6 +122,7 @@ def _plain(value: Any) -> Any:
 
 def _to_stored(kind: Any, value: Any) -> Any:
     if getattr(kind, "__origin__", None) is not Stored or not isinstance(value, bytes):
+        # msgspec turns a ValueError of a hook into its own error, which names the field.
         raise ValueError("not the bytes of a record")
     (record,) = get_args(kind)
     return Stored(record.decode(value, _WIRE))

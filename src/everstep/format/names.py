@@ -23,7 +23,9 @@ LOSSY_DIR = "lossy"
 SLOTS_DIR = "slots"
 TEMPORARY_SUFFIX = ".tmp"
 
+# ASCII: \d would match digits of all scripts, and int() accepts them.
 _TIMELINE = re.compile(r"timeline-(\d{5,9})", re.ASCII)
+# As a separate word: "database" or "logits" is not a renamed directory of everstep.
 _PART = re.compile(rf"(?<![A-Za-z])({BASE_DIR}|{LOG_DIR}|{LOSSY_DIR})(?![A-Za-z])")
 _STEP = re.compile(r"(\d{12,18})", re.ASCII)
 _SEGMENT = re.compile(r"(\d{12,18})-(\d{12,18})", re.ASCII)
@@ -125,6 +127,7 @@ def parse_rank(name: str) -> int | None:
 
 def _number(pattern: re.Pattern[str], name: str, form: str) -> int | None:
     match = pattern.fullmatch(name)
+    # One spelling per number: otherwise "timeline-000001" would be timeline 1 a second time.
     if match is None or form.format(int(match[1])) != name:
         return None
     return int(match[1])

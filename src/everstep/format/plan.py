@@ -103,6 +103,7 @@ def plan_files(
             sum(objects.values()),
             static=part > ends_with_objects,
         )
+        # Needs the ShardPlan: the identity in the header of a static file differs (identity_in).
         header_bytes = header_size_bytes(
             shard.identity_in(identity), layout.placed, list(objects), mine
         )

@@ -48,6 +48,8 @@ def read_record_bytes(filesystem: FileSystem, path: PurePath) -> bytes:
             raise FormatError(f"{path}: {file.size_bytes} bytes are too many for a record")
         data = bytearray(file.size_bytes)
         got = file.read_into(memoryview(data), 0)
+        # The file may have become shorter since the open; then the digest of the record does not
+        # match.
         return bytes(data[:got])
     finally:
         file.close()
@@ -60,17 +62,20 @@ def read_header(file: ReadFile, record: FileRecord, path: PurePath) -> ShardHead
         DamageError: length or header do not match the record.
         FormatError: the header describes an impossible file.
     """
+    # Compared first: a truncated file is found without reading or allocating anything.
     if file.size_bytes != record.length:
         raise DamageError(
             f"{path}: has {file.size_bytes} bytes, but {record.length} in its marker", path=path
         )
     room = record.header_length
+    # The size comes from a record. It is bounded before memory of this size is allocated.
     if not LENGTH_BYTES < room <= min(HEADER_SIZE_BYTES_MAX, record.length):
         raise FormatError(f"{path}: {room} bytes is not a possible header length", path=path)
     data = bytearray(room)
     got = file.read_into(memoryview(data), 0)
     if got != room or digest(memoryview(data)) != record.header_digest:
         raise DamageError(f"{path}: the header's digest does not match", path=path)
+    # Other readers of safetensors rely on this field, so it must state the same length.
     if struct.unpack_from("<Q", data)[0] != room - LENGTH_BYTES:
         raise FormatError(f"{path}: the header's length field contradicts its marker", path=path)
     return decode_header(bytes(data), record.length, path)
@@ -142,8 +147,10 @@ def read_body(
             finally:
                 ring.give(block)
             progress.advance(chunk.end - chunk.begin)
+    # The digest of the file needs all entries.
     if wanted is not None:
         return
+    # From the digests in the header: the bytes have been compared with each of them above.
     whole = digest_of_file(record.header_digest, header.digests)
     if whole != record.digest:
         damage = DamageError(f"{path}: the file's digest does not match its marker", path=path)
@@ -241,6 +248,7 @@ class ReadsAhead:
         if got < chunk.end - chunk.at:
             at = chunk.at + got
             raise DamageError(f"{self._path}: ends at byte {at} of its body", path=self._path)
+        # Removed only now: after an error __exit__() has to give the chunk back to the ring.
         self._under_way.popleft()
         return chunk, block
 
@@ -328,6 +336,7 @@ class CheckedFile:
             DamageError: the bytes do not match the digests.
             StorageError: the file cannot be read.
         """
+        # A tier that repeats a write reads from the beginning again.
         if offset == 0:
             self._begin()
         assert offset == self._at, "a checked file is read in order"

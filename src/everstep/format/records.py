@@ -26,6 +26,7 @@ from everstep.state.layout.replica_digest import ReplicaDigest, describe_mismatc
 
 RECORD_BYTES_MAX = 64 << 20
 
+# Below the bound of _Text: a marker with a longer reason could not be decoded again.
 _REASON_CHARS_MAX = 2000
 _WRITTEN_IF_SET = ("base", "common", "inexact")
 _OF_RANK = ("rank", "files", "common", "inexact")
@@ -179,6 +180,8 @@ class Manifest:
     def encode(self) -> bytes:
         ranks = []
         for marker in self.markers:
+            # "exact" of a rank is written only where it differs from that of the base, which
+            # decode() assumes otherwise.
             own = {name: value for name, value in _fields_of(marker).items() if name in _OF_RANK}
             ranks.append(own | ({} if marker.exact == self.exact else {"exact": marker.exact}))
         base = {**_base_fields(self.markers[0]), "exact": self.exact}
@@ -193,6 +196,7 @@ class Manifest:
             own = {name: rank[name] for name in (*_OF_RANK, "exact") if name in rank}
             markers.append(_marker({**fields, **own}, path))
         world = markers[0].world if markers else 1
+        # Counted first: a record may claim any number of ranks.
         if len(markers) != world or any(marker.rank != n for n, marker in enumerate(markers)):
             raise FormatError(f"{path}: the manifest does not list each of {world} ranks once")
         found = cls(tuple(markers))
@@ -248,6 +252,8 @@ def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
     if not markers:
         return None
     first = next(iter(markers.values()))
+    # The number is compared first: a marker that claims a huge world must not make this allocate a
+    # list of that length.
     if len(markers) != first.world or sorted(markers) != list(range(first.world)):
         return None
     ordered = tuple(markers[rank] for rank in range(first.world))
@@ -289,6 +295,7 @@ def _marker(fields: dict[str, Any], path: PurePath) -> Marker:
     found: Marker = _convert(fields, Marker, path)
     rank = found.rank
     for file in found.files:
+        # The name is appended to the path of the base: only a parsed name cannot lead out of it.
         if (parse_shard(file.name) or (None,))[0] != rank or file.header_length > file.length:
             raise FormatError(f"{path}: {file.name!r} is not a file of rank {rank}")
     if not found.files or len({file.name for file in found.files}) != len(found.files):
@@ -324,6 +331,8 @@ def _decode(kind: str, data: bytes, path: PurePath) -> dict[str, Any]:
             raise FormatError(f"{path}: not a {kind} record")
         claimed = found.pop("digest", None)
         genuine = digest(canonical(found)) == claimed
+        # The digest covers the values only. The comparison of bytes covers white space and the
+        # order of keys.
         genuine = genuine and canonical({**found, "digest": claimed}) == data
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not a record: {error}") from error

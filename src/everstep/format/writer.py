@@ -102,6 +102,8 @@ class ChunkRing:
         ahead = self.threads, self.copied
 
         def moves() -> object:
+            # While the transfer itself runs, only its end counts as progress. In the queue, any
+            # transfer ahead of it does.
             return transfer.running() or [threads.ended for threads in ahead]
 
         return wait_while_active(transfer, timeout_s, moves)
@@ -209,6 +211,7 @@ def digest_shard(
     placed = append_objects(layout, body.objects_bytes(), lsn=identity.lsn).placed
     digester = Digester(placed)
     end = placed[-1].end if placed else 0
+    # One chunk for all, as nothing is written and so nothing waits for a transfer.
     chunk = Block(CHUNK_BYTES, touch=False)
     for begin in range(0, end, CHUNK_BYTES):
         stop = min(end, begin + CHUNK_BYTES)
@@ -269,6 +272,7 @@ def _write(file: WriteFile, data: memoryview, offset: int, block: Block, ring: C
     try:
         file.write(data, offset)
     finally:
+        # Also after an error: the ring allocates no chunk in place of a lost one.
         ring.give(block)
 
 
@@ -281,6 +285,8 @@ def _write_header(file: WriteFile, header: bytes) -> None:
 def _raise_failed(transfers: list[Future[None]]) -> None:
     for transfer in transfers:
         if transfer.done():
+            # Raises the error of the write. Finished transfers are dropped below, so each is
+            # checked once.
             transfer.result()
     transfers[:] = [transfer for transfer in transfers if not transfer.done()]
 

@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         protocol=PROTOCOL,
         started_unix_s=SystemClock().unix_s(),
     )
+    # Wait a little: a keeper that is about to exit holds the key until it has deleted its files.
     registration = Registration.acquire(options.key, info, timeout_s=_ACQUIRE_S)
     if registration is None:
         logging.info("another keeper already serves this run: exiting")

@@ -87,6 +87,7 @@ def assembly_to_wire(
     if fuzzy is not None:
         seen = [[lsn, sorted(names)] for lsn, names in fuzzy.seen]
         left = {"seen": seen, "layout": layout_to_index(fuzzy.layout), "data": fuzzy.data}
+    # The last message: it makes the keeper take the updates received before and start to rebuild.
     yield {
         "kind": "assemble",
         "number": number,

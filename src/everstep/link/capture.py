@@ -211,6 +211,8 @@ class Incoming:
                 # Polled: the other process advances a word in shared memory, which wakes no
                 # thread here.
                 self._changed.wait(_LOOK_AGAIN_S)
+                # Slices are added up instead of reading a clock: time in which this process was
+                # stopped must not count as a hang of the other one.
                 waited_s += _LOOK_AGAIN_S
                 now = self._progress()
                 # Any progress restarts the deadline: a slow copy is no hang.
@@ -261,6 +263,8 @@ class ArenaBody:
 
     def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
         end = begin + chunk.nbytes
+        # Only up to the tensors: padding and objects are not copied into the block, and the
+        # progress word never counts them.
         self._incoming.wait_for(self._begin + min(end, self._tensors_bytes))
         first = 0
         for part in self._parts():
@@ -272,6 +276,8 @@ class ArenaBody:
                 for live, copied in zip(
                     pieces(source), pieces(target[: stop - start]), strict=True
                 ):
+                    # The copy is digested, not the source: the digest must be that of the bytes
+                    # that are written, even if the source changes meanwhile.
                     copy_view(copied, live)
                     seen(copied)
             first += part.nbytes

@@ -148,6 +148,7 @@ class BackgroundChannel:
     def took_over(self, timeline: int) -> None:
         """Record that this process has opened ``timeline``: earlier fencing errors are only
         logged."""
+        # Set before errors are withdrawn: one that is posted in between is dropped by post().
         with self._lock:
             self._timeline = timeline
         for error in self._withdrawn(lambda error: isinstance(error, FencedError)):
@@ -221,8 +222,11 @@ class BackgroundChannel:
                     failed.append(error)
             yield
         except BaseException:
+            # Errors that check() took out of the queue must not be lost: the next check raises
+            # them.
             self._put_back(failed)
             raise
+        # Only one can be raised now; later checks raise the others.
         self._put_back(failed[1:])
         if failed:
             raise failed[0]

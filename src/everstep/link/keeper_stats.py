@@ -57,6 +57,7 @@ class KeeperStats:
     durable_step: int | None = None
 
 
+# Values of the newer keeper instead of counters: they are not summed.
 _NEWEST = ("durable_step", "log_batch_steps")
 _COUNTS = [one.name for one in dataclasses.fields(KeeperStats) if one.name not in _NEWEST]
 

@@ -47,6 +47,8 @@ class LogLayouts:
     def number(self, layout: ShardLayout) -> int:
         """Return the number of a layout, after sending the layout if the keeper does not have
         it."""
+        # id() is a safe key only because the cached value refers to the layout: while the entry
+        # exists, no other object can get the same id.
         known = self._numbers.get(id(layout))
         if known is not None:
             return known[1]

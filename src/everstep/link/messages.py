@@ -143,6 +143,7 @@ def layout_from_wire(fields: Mapping[str, Any], identity: ShardIdentity) -> Base
 
 
 def _placed_to_wire(place: Placed) -> list[Any]:
+    # _placed_from_wire() reads the fields in this order: a change needs another PROTOCOL.
     e = place.entry
     return [
         place.begin,

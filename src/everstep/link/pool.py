@@ -68,6 +68,8 @@ class CapturePool:
         self.arena = arena
         self._lost = lost
         self._allocator = Allocator(arena.size_bytes)
+        # Free progress words. Each capture takes one: their number limits captures even if the
+        # arena has space for more.
         self._words = list(range(PROGRESS_WORDS))
         self._changed = Condition()
         self._kept: list[Block] = []
@@ -114,6 +116,7 @@ class CapturePool:
             # The keeper may still read the memory of a capture in flight.
             if self._in_flight:
                 return
+            # Drop the tensors first: the mapping lasts until the last view of it is released.
             self._views.clear()
             self._whole = None
             self.arena.close()
@@ -266,6 +269,7 @@ class CapturePool:
     @property
     def _in_flight(self) -> int:
         """Number of captures in flight."""
+        # Blocks of log records have no progress word and do not count.
         return PROGRESS_WORDS - len(self._words) - len(self._kept)
 
     def _allocate(self, size_bytes: int, beside_bytes: int) -> int | None:
@@ -311,6 +315,8 @@ class CapturePool:
                 # A kept block is only a convenience for restarts: sacrifice it before waiting.
                 if self._kept:
                     self._forget(self._kept.pop(0))
+                # The log is given up only if no base is in flight: the end of one would free memory
+                # without a gap in the log.
                 elif self._in_flight or not self.give_way():
                     return False
 

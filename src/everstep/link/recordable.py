@@ -78,6 +78,7 @@ def record_layout(entries: Iterable[Entry]) -> ShardLayout:
     """Return the layout of a record: sorted by dtype within a width, so that each dtype is
     contiguous."""
     ordered = sorted(entries, key=lambda entry: entry.dtype)
+    # Without a limit of the header: a record is never split into several shards.
     (layout,) = plan_shards(ordered, header_bytes_max=1 << 62)
     return layout
 

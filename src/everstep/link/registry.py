@@ -55,6 +55,7 @@ def keeper_key(run: str, run_id: str, rank: int) -> str:
         run_id: from ``run.json``; a later run at the same path is another run.
         rank: the rank.
     """
+    # ensure_ascii also escapes the surrogates that stand for undecodable bytes of a path.
     text = json.dumps([run, run_id, rank], ensure_ascii=True)
     return xxhash.xxh3_64_hexdigest(text.encode("ascii"))
 
@@ -163,6 +164,8 @@ class Registration:
         self.files = files
         self._lock = lock
         self._socket: tuple[int, int] | None = None  # identity of the socket file, once it exists
+        # Only output that goes to the log follows it later: a keeper started by hand prints to its
+        # terminal.
         self._prints = [fd for fd in (1, 2) if same_file(fd, files.log)]
 
     @classmethod
@@ -210,6 +213,7 @@ class Registration:
         """
         with _keeper_errors(self.files.socket):
             listener = listen_at(self.files.socket)
+            # is_current compares it: a file of this name may later belong to another keeper.
             self._socket = file_identity(self.files.socket)
             return listener
 
@@ -438,6 +442,7 @@ def kill_keeper(info: KeeperInfo) -> bool:
 
 def read_tail(path: PurePath, *, lines_max: int = 12, bytes_max: int = 8192) -> list[str]:
     """Return the last lines of a text file; an empty list if it cannot be read."""
+    # For the text of an error only: a log that cannot be read must not hide that error.
     try:
         file = _FILES.open(path)
     except OSError:
@@ -496,6 +501,8 @@ def _holder(files: KeeperFiles) -> KeeperInfo | None:
             # It has ended meanwhile: releasing a key does not take the gate.
             return None
     try:
+        # Socket first: list_keepers() looks at .json and .log files only, and would never find a
+        # socket that is left without them.
         _clear_socket(files)
         lock.unlink()
     finally:

@@ -170,11 +170,14 @@ def _program() -> list[str]:
             "a keeper process cannot be started: this Python does not know its own executable",
             hint="set sys.executable to the path of python",
         )
+    # Absolute, as the keeper starts in /. Links are not resolved: Python finds a virtual
+    # environment by the path it was started with.
     return [os.path.abspath(sys.executable), "-X", "faulthandler", "-m", "everstep.keeper"]
 
 
 def _environment(files: KeeperFiles) -> dict[str, str]:
     found = portable_environment()
+    # As resolved here: the keeper starts in /, where a relative path would name another folder.
     found[RUNTIME_DIR_VARIABLE] = str(files.folder)
     # The keeper computes little: thread pools of numeric libraries would only cost memory.
     found.update(dict.fromkeys(_LIBRARY_THREADS, "1"))
@@ -279,6 +282,8 @@ def _has_ended(files: KeeperFiles, key: str) -> bool:
     if log is None:
         return False
     log.release()
+    # No process writes to the log. A keeper started by hand writes elsewhere: ask the registry,
+    # too.
     return find_keeper(key) is None
 
 

@@ -75,6 +75,7 @@ def decode_message(body: bytes | bytearray) -> dict[str, Any]:
     Raises:
         KeeperError: it is not a msgpack map with text keys, or is followed by other data.
     """
+    # An item takes at least one byte: a larger count is false, and nothing is allocated for it.
     items_max = min(len(body), _ITEMS_MAX)
     try:
         message = msgpack.unpackb(
@@ -441,6 +442,8 @@ def error_to_wire(error: BaseException) -> dict[str, Any]:
     """
     if not isinstance(error, EverstepError):
         return {"error": EverstepError.__name__, "message": f"internal error: {error!r}"}
+    # The nearest public class: subclasses that only the keeper defines do not exist on the other
+    # side.
     known = next(kind for kind in type(error).__mro__ if kind in _CLASSES.values())
     fields = {name: _plain(value) for name, value in vars(error).items() if name[0] != "_"}
     return {**fields, "error": known.__name__}
@@ -476,6 +479,7 @@ def error_from_wire(fields: Mapping[str, Any]) -> EverstepError:
 def _is_field(kind: type, name: Any) -> bool:
     """Return True if an error of this class may get an attribute of this name."""
     named = isinstance(name, str) and name.isidentifier() and not name.startswith("_")
+    # A field from another process must not replace a method or property of the class.
     return named and not hasattr(kind, name)
 
 
@@ -490,6 +494,7 @@ def _plain(value: Any) -> Any:
     # Integers of numpy have it, too.
     if hasattr(value, "__index__"):
         number = operator.index(value)
+        # Integers of msgpack have 64 bits, signed or unsigned.
         return number if -(1 << 63) <= number < 1 << 64 else str(number)
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

@@ -78,6 +78,7 @@ def _query(info: KeeperInfo, filesystem: FileSystem, run: PurePath) -> KeeperMem
     """Return the memory of a keeper once it is settled, or makes no more progress."""
     seen: Sequence[int] = ()
     moved_s = time.monotonic()
+    # One attempt: a keeper that is registered listens already, or has ended.
     with connect(info.key, timeout_s=0.0, send_timeout_s=_REPLY_TIMEOUT_S) as connection:
         while True:
             message, arenas = _request(connection)
@@ -101,6 +102,7 @@ def _request(connection: Connection) -> tuple[dict[str, Any], list[Arena]]:
             raise KeeperError(f"it runs another version of everstep: {message.get('version')}")
         return message, [Arena.attach(fd) for fd in fds]
     finally:
+        # Closed in any case, since they arrived with the message: a mapping does not need them.
         close_descriptors(fds)
 
 

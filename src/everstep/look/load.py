@@ -227,6 +227,8 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
         source = place.source_of(present, base)
     captured = {one.pending for one in memory.values()}
     newest = captured.pop() if len(captured) == 1 else None
+    # Captured on all ranks but without digests, so load() cannot read it yet. resume() restores it
+    # from the memory of the keepers.
     if newest is not None and newest > end and len(memory) == present.world_of(newest.timeline):
         base = newest
         end = newest
@@ -509,6 +511,8 @@ def _result(
             if not patterns.takes_tensor(name):
                 continue
             if entry.name not in moved:
+                # Popped: with map_location each tensor leaves host memory as soon as it is on the
+                # device.
                 tensor = found.tensors.pop(entry.name)
                 moved[entry.name] = tensor if map_location is None else tensor.to(map_location)
             tensors[name] = moved[entry.name]

@@ -206,6 +206,7 @@ class RunView:
         points = list(points)
         for point in points:
             chain = point.chain
+            # Each attempt loads the base again: a failed replay leaves a mixture of steps.
             for _ in range(_REPLAYS_MAX):
                 try:
                     return self._rebuilt(rebuilder, point.base, chain, wanted)
@@ -333,6 +334,8 @@ def _bases_in(
         copies = (
             HeldBase(one.marker, files_over(one.marker, one.memory), durable=False)
             for one in recalled.copies
+            # Records are compared, not numbers: two starts may have opened the same timeline
+            # number.
             if one.timeline == inventory.timelines.get(one.marker.timeline)
         )
         for one in (*copies, *([] if recalled.base is None else [recalled.base])):
@@ -342,6 +345,7 @@ def _bases_in(
     files = dict[PurePath, ReadFile]()
     for id_, parts in held.items():
         known = there.get(id_)
+        # The files are preferred: a running trainer may reuse memory while it is read.
         if known is not None and known.is_usable:
             continue
         directory = base_dir(inventory.path, id_.timeline, id_.step)

@@ -52,6 +52,8 @@ def least_batch(
     """
     low = 1
     high = most
+    # The right side grows with the number of steps, or is never positive: the search then ends at
+    # `most`.
     while low < high:
         middle = (low + high) // 2
         if price_s <= share * middle * (step_s - work_s):
@@ -142,6 +144,7 @@ class BatchEstimator:
             work_s = step_bytes / bytes_per_s
             return least_batch(price_s, work_s, step_s, most=max(1, int(most)), share=share)
 
+        # A larger share allows shorter segments: this is the lower end of the range.
         low = least(PRICE_SHARE * (1 + _NEAR))
         high = least(PRICE_SHARE * (1 - _NEAR))
         if not low <= self.steps <= high:

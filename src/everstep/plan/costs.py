@@ -157,12 +157,14 @@ def waste(costs: Costs, interval_s: float, batch_s: float, *, write_cost: bool =
     Raises:
         OptionError: unless ``0 < batch_s <= interval_s``.
     """
+    # With the tolerance: both may be multiples of step_s that were rounded differently.
     if not (0 < batch_s <= interval_s * (1 + EQUAL) and interval_s < math.inf):
         raise OptionError(
             f"a batch of {batch_s!r} s does not fit into an interval of {interval_s!r} s",
             hint="0 < batch_s <= interval_s",
         )
     base_s, batch_write_s = write_costs(costs, write_cost)
+    # Rounding may make the quotient slightly less than 1.
     batches = max(0.0, interval_s / batch_s - 1) / 2  # to be redone, on average
     redo_s = batches * (costs.merge_s + costs.replay_s * batch_s / costs.step_s)
     return Waste(

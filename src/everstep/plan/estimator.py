@@ -124,6 +124,7 @@ class Estimator:
         self._trained_s += passed_s
         kept = 0.5 ** (passed_s / _FAILURE_HALF_LIFE_S)
         self._failures *= kept
+        # The integral of the decaying weight over the time that has passed.
         self._seen_s = self._seen_s * kept + _FAILURE_HALF_LIFE_S / math.log(2) * (1 - kept)
 
     # --- What follows from it -----------------------------------------------------------
@@ -187,6 +188,7 @@ class Estimator:
         if costs is None:
             return None
         chosen = best_choice(costs) if self._log else without_log(costs)
+        # A write may take longer by now than the current interval, which is not kept then.
         if self._held is not None and self._held >= interval_steps_min(costs):
             interval_s = self._held * costs.step_s
             batch_s = costs.step_s if self._log else interval_s

@@ -124,6 +124,7 @@ def continuous_optimum(costs: Costs) -> Point:
         high = math.log(1e30)
         while high - low > EQUAL:
             middle = (low + high) / 2
+            # low and high are neighbouring floats: the interval cannot become shorter than that.
             if not low < middle < high:
                 break
             low, high = (middle, high) if falls(math.exp(middle)) else (low, middle)
@@ -253,6 +254,7 @@ class _Grid:
     def best_batch(self, n: int) -> int:
         most = n if self.batch_max is None else min(n, self.batch_max)
         k = min(most, max(1, math.floor(math.sqrt((self.d * n + self.h) / self.a))))
+        # The waste is convex in k: the best whole number is next to the best real one.
         better = k < most and self.value(n, k + 1) < self.value(n, k) * (1 - EQUAL)
         return k + 1 if better else k
 
@@ -277,6 +279,7 @@ class _Grid:
                 for n in (math.floor(real), math.floor(real) + 1):
                     found.append((k, n, self.value(n, k)))
                     least = min(least, found[-1][2])
+        # Of equal ones the least k, then the least n (see best_choice).
         k, n, _ = min(one for one in found if one[2] <= least * (1 + EQUAL))
         return n, k
 
@@ -349,6 +352,8 @@ def seldom(costs: Costs, best: Choice, *, log: bool) -> tuple[int, float]:
 
     allowed = max(best.waste.total, WASTE_OF_NO_ACCOUNT)
     least = best.interval_steps
+    # The waste is convex in the interval, so the accepted intervals have no gap: doubling and
+    # bisection find the longest of them.
     beyond = 2 * best.interval_steps
     while wasted(beyond) <= allowed:
         least = beyond

@@ -210,6 +210,7 @@ def overlap(
         link.run(pipeline.backward_s)
         wait(step, _Phase.UPDATE)
         link.run(pipeline.part_s / 2)
+        # The base is of the mark at which the last part begins: later gradients are not needed.
         if step < parts:
             seconds = pipeline.gradients_s * sum(shares[:step])
             copied_s += seconds

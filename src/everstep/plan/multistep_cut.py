@@ -63,6 +63,7 @@ def best_cut(pipeline: Pipeline, parts: int, held_steps: int | None) -> Cut:
         Cut(shares, overlap(pipeline, parts, held_steps, shares))
         for shares in filling_shares(pipeline, parts, held_steps)
     ]
+    # Rounded to nanoseconds: differences by rounding of floats decide nothing.
     return min([*found, equal], key=lambda cut: round(cut.overlap.stall_s, 9))
 
 
@@ -148,6 +149,7 @@ def _early(pipeline: Pipeline, parts: int, full: int, most: float) -> tuple[floa
                 shares = tried
             else:
                 least = middle
+    # All of the state is copied: the last part takes the rest, however long training waits.
     shares[-1] += 1 - sum(shares)
     return tuple(shares)
 

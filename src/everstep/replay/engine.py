@@ -128,6 +128,7 @@ class Replayer:
                 f"{kind.__name__} makes its state when it is built; the state of {lost} is missing",
                 hint="a base of this optimizer must hold its state",
             )
+        # Some classes (Adagrad) make state when they are built: that of the base takes its place.
         optimizer.state.clear()
         optimizer.state.update({own[name]: dict(held) for name, held in state.items() if held})
         self._given = _tensors_of(state)
@@ -163,6 +164,7 @@ class Replayer:
                 if id(parameter) not in names:
                     raise ReplayError(f"parameter {position} of group {number} has no name")
             found.append([names[id(parameter)] for parameter in group["params"]])
+        # __init__ would build another optimizer; this one is used as it is.
         own = cls.__new__(cls)
         own._given = {}  # the caller's tensors are the optimizer's own
         available = torch.get_num_threads()
@@ -202,6 +204,8 @@ class Replayer:
         devices = {parameter.device.type for parameter in self._parameters.values()}
         if self._kind not in KINDS or devices != {"cpu"}:
             return None
+        # Blocks are updated in any order and by several threads: with shared memory the result
+        # would depend on both.
         if not _disjoint(self._parameters.values()):
             return None
         compiled = functools.partial(blocks_are_exact, self._kind, compiled=True)
@@ -268,6 +272,8 @@ class Replayer:
             if waiting:
                 assert self._at_once is not None
                 self._at_once.run(waiting)
+                # Blocks take the hyperparameters from the updates; those of the optimizer must end
+                # as in training.
                 set_options(self.optimizer, waiting[-1].groups)
                 waiting.clear()
 
@@ -317,11 +323,14 @@ class Replayer:
         ]
         for values, step, device in counted:
             values["step"] = step.to(device)
+        # torch refuses foreach and fused together.
         groups = tuple({**one, "foreach": False, "fused": True} for one in update.groups)
         try:
             step_over(self.optimizer, self._parameters, replace(update, groups=groups))
         finally:
             for values, step, _ in counted:
+                # The counter on the host takes the new value and is put back: other kernels expect
+                # it there.
                 step.copy_(values["step"])
                 values["step"] = step
             set_options(self.optimizer, update.groups)
@@ -337,6 +346,8 @@ class Replayer:
                 continue
             if (now.shape, now.dtype, now.device) == (given.shape, given.dtype, given.device):
                 moved.append((values, key, given, now.detach().clone()))
+        # Only after all values were cloned: if the optimizer has swapped tensors, the target of one
+        # is the source of another.
         for values, key, given, now in moved:
             given.detach().copy_(now)
             values[key] = given
@@ -390,6 +401,7 @@ class Replayer:
 
     def _check(self, updates: Sequence[Update]) -> None:
         members = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # The program may have changed its groups since this replayer was made.
         if list(map(id, members)) != list(map(id, self._parameters.values())):
             raise ReplayError("the optimizer's parameters have been replaced")
         _check_order(updates, after=self._lsn, key=self._key)
@@ -550,6 +562,7 @@ def _disjoint(tensors: Iterable[torch.Tensor]) -> bool:
         if tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((count - 1) * step for count, step in steps)
+            # Spans are compared, so tensors whose elements only interleave count as sharing memory.
             begin = tensor.data_ptr()
             spans.append((begin, begin + (last + 1) * tensor.element_size()))
     spans.sort()

@@ -90,6 +90,8 @@ _TORCH: dict[str, Kind] = {
 _DECLARED: dict[str, tuple[Kind, bool]] = {}
 
 _NEEDS_CLOSURE = "it evaluates the loss several times in one step and keeps a history of gradients"
+# Taken from private lists of torch (_get_capturable_supported_devices() in optim/optimizer.py,
+# _get_foreach_kernels_supported_devices() in utils/_foreach_utils.py).
 _CAPTURABLE_DEVICES = ("cuda", "xpu", "hpu", "xla")
 _FOREACH_DEVICES = ("cuda", "xpu", "mtia")
 
@@ -153,8 +155,10 @@ def variant_of(options: Mapping[str, Any], device_type: str) -> str:
     """
     foreach = options.get("foreach")
     fused = options.get("fused")
+    # Classes without a foreach implementation (SparseAdam) do not have the option.
     if foreach is None and fused is None and "foreach" in options:
         tensor_lr = isinstance(options.get("lr"), torch.Tensor)
+        # torch does not choose foreach for a rate that is a tensor, unless the group is capturable.
         foreach = device_type in _FOREACH_DEVICES and (
             options.get("capturable", False) or not tensor_lr
         )
@@ -267,6 +271,7 @@ def _refusals(optimizer: Optimizer, parts: bool) -> Iterator[str]:
 
 def kind_refusal(kind: Kind) -> str | None:
     """Return why no optimizer of this class can be replayed, or None."""
+    # By identity: a class of the user may have the name of one of torch.
     if _TORCH.get(kind.__name__) is kind or _DECLARED.get(kind_name(kind), (None,))[0] is kind:
         return None
     if kind is torch.optim.LBFGS:
@@ -325,6 +330,7 @@ def _fused_sgd_reads_astray(dtype: torch.dtype) -> bool:
     Found in torch 2.13, whose kernel reads the half-precision momentum as fp32 numbers.
     """
     results = []
+    # Both runs have equal inputs and differ only in the memory after the momentum.
     for neighbour in (0.0, 1.0):
         ones = torch.ones(64, dtype=dtype, device="cpu")
         memory = torch.cat([ones, torch.full_like(ones, neighbour)])

@@ -76,6 +76,7 @@ def _call_adam(
             grad_scale=update.grad_scale,
             found_inf=update.found_inf,
         )
+        # As torch does: a skipped update does not count.
         if update.found_inf is not None:
             for step in steps:
                 step.sub_(update.found_inf)

@@ -34,6 +34,8 @@ from everstep.replay.updates import Gradient, Packed, Update, dense
 def _nothing() -> None: ...
 
 
+# Code of the wrapper that torch puts around each step(). The wrapper takes over the name of the
+# function, so only its code identifies it.
 _HOOKED = Optimizer.profile_hook_step(_nothing).__code__
 _NOT_OPTIONS = ("params", "param_names")
 _LEAVE_GRADIENTS = (Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop)
@@ -73,6 +75,7 @@ def build(
         # Defaults are not used: every group comes with all of its hyperparameters.
         return kind(described())  # type: ignore[call-arg]
     except TypeError as first:
+        # The class of a user may have hyperparameters without defaults.
         accepted = inspect.signature(kind).parameters
         options = {k: v for k, v in groups[0].items() if k in accepted and k not in _NOT_OPTIONS}
         try:
@@ -220,6 +223,7 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
         try:
             for name in names:
                 setattr(optimizer, name, OrderedDict())
+            # Cleared in place: torch reads these dictionaries, and removal handles refer to them.
             for hooks in _GLOBAL_HOOKS:
                 hooks.clear()
             yield own_step(kind)

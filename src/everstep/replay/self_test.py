@@ -129,6 +129,7 @@ def _same(case: _Case, tiny: bool, shapes: Shapes) -> bool:
     start = _tensors(shapes, case.dtype, drawn)
     updates = list(_updates(case, shapes, drawn))
     results = []
+    # Both methods start from equal tensors, and from state that step() has made.
     for own in (True, False):
         named = {name: tensor.clone() for name, tensor in start.items()}
         optimizer = build(case.kind, [list(named.values())], updates[0].groups)
@@ -149,6 +150,7 @@ def _same(case: _Case, tiny: bool, shapes: Shapes) -> bool:
             path.run(updates[1:])
         results.append(_state(optimizer, named))
     return all(
+        # As bytes: NaN is equal to itself then, and zeros of different sign are not.
         torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         for one, other in zip(*results, strict=True)
     )
@@ -174,6 +176,7 @@ def _updates(case: _Case, shapes: Shapes, drawn: torch.Generator) -> Iterator[Up
         if _MIXED in gradients:
             gradients[_MIXED] = gradients[_MIXED].t().contiguous().t()
         if lsn == 3:
+            # A parameter without a gradient in one update has another step count from then on.
             gradients.pop("square", None)
         if _SPREAD in gradients and case.dtype in _WIDE:  # squares of some are denormal
             spread = torch.logspace(-24, 12, gradients[_SPREAD].numel(), device="cpu")

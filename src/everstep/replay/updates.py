@@ -142,4 +142,5 @@ class Update:
         over the devices, and at 2 they do *not* skip. An optimizer that is not fused is not called
         at all in this case, so it has no such update.
         """
+        # item() synchronises with the device if the tensor is on one.
         return self.found_inf is not None and bool(self.found_inf.item() == 1)

@@ -22,12 +22,15 @@ def audit_of(inventory: Inventory, state: BaseId) -> AuditRecord | None:
         state: timeline and step of the state; there need not be a base of it.
     """
     limits = dict(history(state.timeline, inventory.branches))
+    # Later steps of the same timeline are not among the ancestors of the state.
     limits[state.timeline] = state.step
     found: list[AuditRecord] = []
     for base in sorted(inventory.bases, key=lambda base: base.id):
         limit = limits.get(base.id.timeline, -1)
         if base.audit is not None and (limit is None or base.id.step <= min(limit, state.step)):
             found.append(base.audit)
+    # A difference is inherited: an equal audit after it only shows that replay repeats the wrong
+    # state.
     wrong = [record for record in found if record.verdict == "different"]
     return max(wrong or found, key=lambda one: (one.step, one.timeline), default=None)
 

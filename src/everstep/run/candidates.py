@@ -54,6 +54,7 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
         else:
             reason = "is being deleted" if base.status == "condemned" else base.problem
             skipped.append(Skipped(base.id.timeline, base.id.step, reason or "incomplete"))
+            # Only these may have been good; incomplete bases never existed.
             if base.status == "damaged":
                 damaged[base.id] = skipped[-1]
     here, elsewhere = split_by_history(usable, inventory.branches)

@@ -122,6 +122,7 @@ class LogIndex:
         if mark.shape != shape:
             return f"at step {step} the state has another composition"
         missing = [n for n in range(lsn + 1, mark.lsn + 1) if (timeline, n) not in self.updates]
+        # A mark with a smaller number belongs to updates other than those in the state.
         if missing or mark.lsn < lsn:
             return f"update {missing[0] if missing else lsn} of step {step} is missing"
         return ""
@@ -167,6 +168,7 @@ def path_of(
         # A forged record may name a younger parent. Stop, or the loop would never end.
         if record.parent >= timeline:
             break
+        # A fork limits all older timelines, too: their later steps are not in this history.
         limit = record.fork_step if limit is None else min(limit, record.fork_step)
         timeline = record.parent
         path.append((timeline, limit))
@@ -201,6 +203,8 @@ def _timelines_of(path: Sequence[tuple[int, int | None]]) -> Callable[[int], int
     the binary search.
     """
     oldest_first = [(timeline, math.inf if last is None else last) for timeline, last in path][::-1]
+    # bisect needs ascending limits. A timeline that ends before an older one wrote no step of this
+    # history.
     limits = list(accumulate((last for _, last in oldest_first), max))
 
     def timeline_of(step: int) -> int | None:

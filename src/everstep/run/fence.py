@@ -41,11 +41,13 @@ class Fence:
         """
         newest = newest_timeline(self.filesystem, self.run)
         # An older number means that the newest timeline has disappeared: checked below.
+        # Without the own record there is nothing to compare: only the number counts.
         if self._record is None or newest > self.timeline:
             return newest
         change = "has disappeared"
         if newest == self.timeline:
             record = timeline_bytes(self.filesystem, self.run, newest)
+            # A record that cannot be read at the moment does not show that it was replaced.
             if record in (None, self._record):
                 return newest
             change = "was also opened by another process"
@@ -83,6 +85,7 @@ def _opened_by(filesystem: FileSystem, run: PurePath, timeline: int) -> str:
     data = timeline_bytes(filesystem, run, timeline)
     path = timeline_dir(run, timeline)
     try:
+        # Only for the message: a damaged record must not replace the FencedError.
         record = None if data is None else TimelineRecord.decode(data, path)
     except EverstepError:
         return ""

@@ -37,6 +37,7 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
     """
     with storage_errors("open the run folder", run):
         ensure_dirs(filesystem, run)
+        # Before the run's record is created: where it exists, the directories above are durable.
         if RUN_RECORD not in {entry.name for entry in filesystem.scan(run)}:
             _sync_parents(filesystem, run)
         inventory = scan_run(filesystem, run)
@@ -46,6 +47,7 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
         created = create_exclusive(
             filesystem, path, record.encode(), unique=f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         )
+        # Scanned again: if another process was first, its id counts.
         if created or inventory.run is None:
             inventory = scan_run(filesystem, run)
     if inventory.run is None:
@@ -81,6 +83,7 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: BaseId | None)
         StateError: there is something to resume, or has been.
     """
     inventory = scan_run(filesystem, run)
+    # Damaged bases included: they may have been good, or have intact copies.
     usable = {b.id for b in inventory.bases if b.is_usable or b.status == "damaged"}
     if usable := usable | ({held} if held is not None else set()):
         raise StateError(
@@ -139,6 +142,8 @@ def open_timeline(
                 path=run,
                 hint="remove it: everstep did not create it",
             )
+        # The name of the directory is made durable before its record is created: a timeline that a
+        # power loss removes would fence nobody off.
         ensure_dir(filesystem, directory)
         path = directory / TIMELINE_RECORD
         if create_exclusive(filesystem, path, record.encode(), unique=unique):

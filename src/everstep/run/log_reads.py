@@ -64,6 +64,7 @@ class ReadBudget:
     @property
     def can_submit(self) -> bool:
         """True if not too many reads are in flight."""
+        # Only from the front: a slow read there makes the count too large, never too small.
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
         return len(self._in_flight) < _IN_FLIGHT_MAX
@@ -152,6 +153,7 @@ class SegmentReads:
         self._meanwhile = meanwhile
         self._file, _, header, self._path = open_segment(filesystem, segment)
         try:
+            # If this fails, the caller has no object to close.
             data = read_index(self._file, header, self._path)
             records = index_of_segment(header.identity, data, self._path)
         except BaseException:
@@ -188,14 +190,18 @@ class SegmentReads:
         record = self._pending[0]
         self._release_ahead(record)
         done = 0
+        # Reads of later records are submitted before each wait, so that the threads always have
+        # work.
         while record.left or done < len(record.reads):
             meanwhile()
+            # The budget allowed none, but the caller waits for this record: submit one regardless.
             if done == len(record.reads):
                 self._submit_next(record)
             expected, future = record.reads[done]
             if read_result(future, self._ring, self._timeout_s, self._path) < expected:
                 raise DamageError(f"{self._path} is truncated", path=self._path)
             done += 1
+        # Not before all its reads are over: close() waits for the reads of pending records.
         self._pending.popleft()
         meanwhile()  # later reads proceed while the caller verifies this record
         self.next += 1
@@ -236,6 +242,7 @@ class SegmentReads:
         for record in self._pending:
             self._release_ahead(record)
         self._pending.clear()
+        # The file is closed last: its descriptor may be reused while a read is in progress.
         self._file.close()
 
     def _release_ahead(self, record: _PendingRecord) -> None:
@@ -260,8 +267,10 @@ class SegmentReads:
             record.tensors[dtype] = memory[ahead:size_bytes]
             for at in range(0, padded, _READ_BYTES):
                 stop = min(padded, at + _READ_BYTES)
+                # The padding may be past the end of the file, so a read may be short by that much.
                 expected = min(stop, size_bytes) - at
                 record.left.append((memory[at:stop], offset - ahead + at, expected))
+        # Removed after the allocation, which may fail: the record can be started again later.
         self._unstarted.popleft()
         self._pending.append(record)
         record.ahead_bytes = self._size_bytes(record.index)
@@ -400,6 +409,7 @@ class LogReads:
 
     def _at(self, segment: SegmentFound, place: int) -> SegmentReads:
         """Return a reader of the segment that is not past ``place``."""
+        # The segment is finished, or the caller does not follow the expected order.
         while self._open and not _has(self._open[0], segment, place):
             self._open.popleft().close()
         if not self._open:
@@ -408,6 +418,7 @@ class LogReads:
                 while self._runs[0].segment is not segment:
                     self._runs.popleft()
                 run = self._runs.popleft()
+                # A record after the expected ones: up to the end of the segment.
                 end = run.end if place < run.end else None
             self._reads_ahead = True
             self._open.append(self._opened(segment, place, end))
@@ -428,6 +439,7 @@ class LogReads:
 
     def _submit_ahead(self) -> None:
         """Submit as many reads as the budget allows, in the expected order."""
+        # Stops at the first segment with reads left, so that later ones do not take its budget.
         if not all(reads.submit_ahead() for reads in self._open):
             return
         while self._runs and self._reads_ahead and len(self._open) < _OPEN_MAX:
@@ -451,6 +463,7 @@ def _runs(expected: Iterable[tuple[SegmentFound, int]]) -> deque[_Run]:
     found: deque[_Run] = deque()
     for segment, place in expected:
         last = found[-1] if found else None
+        # Records in a gap are read too, and dropped: a segment is read in sequence (LogReads.read).
         if last is not None and last.segment is segment and last.end <= place:
             found[-1] = _Run(segment, last.first, place + 1)
         else:

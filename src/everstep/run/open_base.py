@@ -73,6 +73,7 @@ def _check_heads(heads: Sequence[RecordHead], path: PurePath, marker: Marker, fi
     kinds = [head.kind for head in heads]
     found = [head.lsn for head in heads[:-1]]
     wanted = range(first + 1, marker.lsn + 1)
+    # The lengths first, without a list: a marker may claim any number.
     numbered = len(found) == len(wanted) and all(map(operator.eq, found, wanted))
     ends = [(head.step, head.lsn) for head in heads[-1:]] == [(marker.step, marker.lsn)]
     if not numbered or not ends or kinds != ["update"] * len(found) + ["mark"]:
@@ -120,6 +121,7 @@ class OpenBase:
             for record in opened.marker.files:
                 path = base.path / record.name
                 file = filesystem.open(path, direct=True)
+                # Listed before its header is verified, so that close() closes it after an error.
                 opened.shards.append((file, record, None, path))  # type: ignore[arg-type]
                 header = check_identity(read_header(file, record, path), opened.marker, path)
                 opened.shards[-1] = (file, record, header, path)
@@ -226,6 +228,8 @@ def check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> Shard
 
 def _misplaced(entry: Entry, marker: Marker) -> str | None:
     """Return why the shape or placement of an entry is impossible; None if it is valid."""
+    # Entries are copied by these offsets when ranks or layouts change. An impossible slice is found
+    # here, before anything is restored.
     dimensions = {len(entry.shape), len(entry.global_shape), len(entry.global_offset)}
     if len(dimensions) != 1:
         return "its shape and offset have different numbers of dimensions"

@@ -49,6 +49,7 @@ class Prefetch(Generic[_T]):
         self._kept_bytes = self._held_bytes = 0
         self._ended = self._stopped = self._wanted = False
         self._error: BaseException | None = None
+        # A daemon: a read that never returns must not keep the process from exiting.
         self._thread = threading.Thread(target=self._work, name="everstep-ahead", daemon=True)
 
     def __enter__(self) -> Prefetch[_T]:
@@ -84,11 +85,13 @@ class Prefetch(Generic[_T]):
 
     def __next__(self) -> _T:
         with self._changed:
+            # The consumer releases the last item before it requests the next one.
             self._held_bytes = self._kept_bytes
             self._wanted = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting or self._ended)
             self._wanted = False
+            # Also after an error: items produced before it are valid.
             if self._waiting:
                 item, size_bytes = self._waiting.popleft()
                 self._held_bytes += size_bytes
@@ -107,6 +110,7 @@ class Prefetch(Generic[_T]):
         except BaseException as error:  # raised in the consumer, in place of the item
             self._error = error
         finally:
+            # Before the end is announced: afterwards the consumer may use the resources itself.
             self._items.close()
             with self._changed:
                 self._ended = True

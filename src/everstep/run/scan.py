@@ -159,6 +159,7 @@ class Inventory:
     @property
     def next_timeline(self) -> int:
         """Smallest timeline number not yet taken."""
+        # Reserved numbers count: their processes may be about to create their records.
         return max([*self.timelines, *self.abandoned], default=0) + 1
 
     def may_hold(self, timeline: int, name: str) -> bool:
@@ -293,6 +294,7 @@ class _Scan:
     def _refuse_renamed(self, entries: list[DirEntry], numbers: list[int]) -> None:
         for entry in entries:
             number = parse_renamed_timeline(entry.name)
+            # A copy beside the original hides nothing.
             if number is not None and number not in numbers:
                 _refuse_moved(self._path, entry, timeline_dir(self._path, number).name)
 
@@ -311,6 +313,7 @@ class _Scan:
         inventory.bases += mine
         has_bases = any(base.status in _MAY_BE_GOOD or base.is_usable for base in mine)
         logs = [directory / kind for kind in (LOG_DIR, LOSSY_DIR) if kind in entries]
+        # Not listed otherwise: with bases the timeline counts as trained on anyway.
         if not has_bases and any(_holds_segments(self._filesystem, log) for log in logs):
             inventory.logged.add(number)
         if TIMELINE_RECORD in entries:
@@ -406,6 +409,7 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
     path = base_dir(run, base.timeline, base.step)
     files = tuple(filesystem.scan(path))
     names = {entry.name for entry in files if entry.kind == "file"}
+    # Before the manifest: in a tier, which cannot rename, both records exist at once.
     if CONDEMNED in names or DELETING in names:
         return _scan_condemned(filesystem, base, path, files)
     problems: list[str] = [
@@ -561,6 +565,7 @@ def _base_of(marker: Marker) -> BaseId:
 
 
 def _plausible(record: TimelineRecord, number: int) -> bool:
+    # A parent that is not older would make histories endless.
     return record.timeline == number and (record.parent is None or record.parent < number)
 
 
@@ -570,6 +575,7 @@ def _try(
     """Read and decode a record; append a description of any damage to ``problems``."""
     try:
         return kind.decode(read_record_bytes(filesystem, path), path)
+    # A missing file restarts the scan. A newer format must not be taken for damage.
     except (NewerFormatError, FileNotFoundError):
         raise
     except DamageError:

@@ -167,6 +167,7 @@ def scan_logs(
     for place in _places(filesystem, run, timelines, there):
         record = timelines[place.timeline]
         path = place.path(run)
+        # The name of a single rank's marker is known: one listing per segment less.
         single_rank = place.kind != "dir" or (record is not None and record.world == 1)
         for rank in (0,) if single_rank else _ranks_in(filesystem, path):
             key = path, rank
@@ -211,6 +212,7 @@ def _places(
         for timeline in timelines:
             entries: list[DirEntry] = []
             if there(timeline, name):
+                # The directory is created with the first segment.
                 with contextlib.suppress(FileNotFoundError):
                     entries = filesystem.scan(timeline_dir(run, timeline) / name)
             for entry in entries:
@@ -311,6 +313,8 @@ def read_records(
     read_body(file, header, record, path, ring, timeout_s=timeout_s, progress=progress, sink=keep)
     data = {place.entry.name: body[place.begin : place.end] for place in header.placed}
     records = records_of_segment(header.identity, data, path)
+    # read_body() has compared the bytes with digests made when the segment was written. The digest
+    # of a record is older: it was made when the keeper received it.
     for item in records:
         item.verify()
     return records
@@ -338,6 +342,7 @@ def _disorder(heads: Sequence[RecordHead], timeline: int, last: int) -> str | No
     for number, head in enumerate(heads):
         if head.timeline != timeline:
             return f"record {number} belongs to timeline {head.timeline}"
+        # A mark repeats the number of the update before it. No record of its step follows it.
         newer = head.lsn > lsn if head.kind == "update" else head.lsn >= lsn
         if not newer or head.step < step or head.step <= marked:
             return f"record {number} ({head}) is out of order"
@@ -377,6 +382,7 @@ def _scan(filesystem: FileSystem, run: PurePath, place: _Place, rank: int) -> Se
             1,
         ):
             return bad(f"{path / name} belongs to another segment")
+        # The heads are read now, so that reach is decided without opening segments again.
         heads = _heads(filesystem, path, marker)
     except NewerFormatError:
         raise

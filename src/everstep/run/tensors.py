@@ -45,11 +45,13 @@ def with_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
         FormatError: the strides claim more memory than this machine has available.
     """
     shape = tuple(tensor.shape)
+    # Elements from the first to the last in memory.
     span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     claimed = span * tensor.element_size()
     if span > tensor.numel() and claimed > memory_available_bytes():
         raise FormatError(f"strides {tuple(stride)} of {shape} claim {claimed} bytes of memory")
     for dim, step in enumerate(stride):
+        # Expanded again at the end: copy_() refuses a target whose elements share memory.
         if step == 0:
             tensor = tensor.narrow(dim, 0, min(1, shape[dim]))
     strided = torch.empty_strided(tuple(tensor.shape), tuple(stride), dtype=tensor.dtype)
@@ -67,6 +69,7 @@ def copy_into(live: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _from_memory(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    # torch.frombuffer() refuses an empty buffer, and warns about read-only memory.
     if not data.nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
     if data.readonly:

@@ -147,6 +147,7 @@ class _Reading:
             with open_ranks(self._filesystem, base) as opened:
                 contents(opened)
         except _BAD as error:
+            # The files of a single rank cannot contradict others.
             if world == 1 or isinstance(error, OSError):
                 self._note(str(base.path), error)
             else:

@@ -69,6 +69,7 @@ def failpoint(name: str) -> None:
         _hits[name] = _hits.get(name, 0) + 1
         if _hits[name] != armed[1]:
             return
+    # Outside of the lock: the action may raise, or arm other failpoints.
     armed[0](name)
 
 
@@ -97,6 +98,7 @@ def disarm_all() -> None:
 
 
 def _kill(name: str) -> None:
+    # SIGKILL, as no handler, finally block or atexit function may run.
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -45,6 +45,7 @@ class Gather:
             width = 1
         first = int(addresses.min()) if addresses.size else 0
         last = int(addresses.max()) if addresses.size else -width
+        # Without a remainder: all addresses are multiples of the width here.
         self._where = (addresses - first) // width
         # The range spans memory of other owners, too: only the selected elements are read.
         self._between = _array_at(first, (last - first) // width + 1, kind)

@@ -32,6 +32,7 @@ def memory_available_bytes() -> int:
     for line in _text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             found.append(int(line.split()[1]) * 1024)
+    # cgroup v2, as a container sees its own group. Without a limit the text is "max".
     limit = _text(_CGROUP / "memory.max")
     used = _text(_CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit():

@@ -181,6 +181,8 @@ class SharedMemory:
             size_bytes: length, a multiple of the page size.
         """
         _check_fits(size_bytes)
+        # No fork may come in between: the child would keep this descriptor, which is not
+        # registered, and with it the memory.
         with _lock:
             fd = _memfd_create(name)
             try:
@@ -188,6 +190,7 @@ class SharedMemory:
                 fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
                 return cls(size_bytes, fd=fd)
             finally:
+                # The mapping has a duplicate.
                 os.close(fd)
 
     @property

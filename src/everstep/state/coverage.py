@@ -86,6 +86,7 @@ class Coverage:
         if same and not any(parameter.requires_grad for parameter in self._frozen):
             return  # the usual case
         copied = (address_of(parameter) for *_, parameter in self._copied(survey))
+        # Address 0 stands for tensors without memory of their own, which cannot be looked up.
         saved = {0, *copied, *map(address_of, survey.tensors.values())}
         self._frozen = []
         self.unsaved_frozen = {}
@@ -231,5 +232,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     theirs = local_tensor(other).detach()
     if mine.shape != theirs.shape or mine.device != theirs.device:
         return True  # the stored tensor is another shard: nothing to compare
+    # As bytes: compared as floats, a NaN differs from itself, and -0.0 equals 0.0.
     flat = (t.contiguous().reshape(-1).view(torch.uint8) for t in (mine, theirs) if t.numel())
     return torch.equal(*flat) if mine.numel() else True

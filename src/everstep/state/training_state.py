@@ -101,6 +101,8 @@ class State:
         self.ownership_rules = rules = OwnershipRules.of(declared, static)
         self.replaying = False
         self.ranks = ranks
+        # Before the providers, which follow iterators that exist already: that needs completed
+        # classes.
         self._follow(values.values())
         self.replays_fast = False
         self.trains_in: int | None = None
@@ -136,6 +138,7 @@ class State:
             if not isinstance(self.providers[key], PlainProvider)
         }
         self.coverage = Coverage(self.providers, self.optimizers, self.buckets, self._held)
+        # Modules first: their guards prove the names by which optimizers list their parameters.
         self._inspection_order = [*modules, *(key for key in self.providers if key not in modules)]
         self._survey_builder = SurveyBuilder(rules)
         self._share = RankShare(ranks, self.providers)

@@ -171,6 +171,7 @@ def _problem(name: str) -> str:
     if not isinstance(name, str) or not name:
         return "it must be a non-empty string"
     try:
+        # Fails for lone surrogates, which os.fsdecode() makes of file names that are not UTF-8.
         size_bytes = len(name.encode("utf-8"))
     except UnicodeEncodeError:
         return "it is not valid Unicode"
@@ -185,6 +186,7 @@ def _problem(name: str) -> str:
             return f"it contains the component {component!r}"
         if len(component.encode("utf-8")) > PART_BYTES_MAX:
             return f"a component has more than {PART_BYTES_MAX} bytes"
+        # Directories as tiers hide such names from listings, and sweep() deletes them.
         if component.endswith(TEMPORARY_SUFFIX):
             return f"the suffix {TEMPORARY_SUFFIX!r} is reserved for incomplete files"
     return ""

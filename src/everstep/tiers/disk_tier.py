@@ -28,6 +28,7 @@ from everstep.tiers.streams import pieces_of
 _T = TypeVar("_T")
 _ATTEMPTS = 8
 _PIECE_BYTES = 4 << 20
+# ENOTDIR: a file has the name of one of the folders, so there is no such object either.
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 
@@ -63,6 +64,8 @@ class DiskTier:
                 path.parent, lambda: create_exclusive(self._filesystem, path, data, unique)
             ):
                 return True
+            # The name is taken. A repeated call must succeed if its own bytes are there: an earlier
+            # attempt may have created the file and failed afterwards.
             file = self._filesystem.open(path)
             try:
                 if file.size_bytes != len(data):
@@ -78,6 +81,8 @@ class DiskTier:
 
     def open(self, name: str) -> ReadFile:
         path = self._path(name)
+        # storage_errors() turns FileNotFoundError into StorageError; _missing() reverts this,
+        # because a missing object is no failure of the tier.
         with _missing(path), storage_errors(f"open {name}", path):
             return _DiskReadFile(self._filesystem.open(path, direct=True), path)
 
@@ -87,6 +92,7 @@ class DiskTier:
         path = self._root / prefix
         with storage_errors("list", path):
             found = self._scan(path)
+            # Links are left out below: their targets may lie outside of the tier.
             under = f"{prefix}/" if prefix else ""
             return sorted(
                 Item(
@@ -108,6 +114,8 @@ class DiskTier:
         path = self._path(name)
         with storage_errors(f"delete {name}", path):
             try:
+                # Synced: otherwise the object could be back after a power loss, although delete()
+                # has returned.
                 self._filesystem.unlink(path)
                 self._filesystem.sync_dir(path.parent)
             except OSError as error:
@@ -143,6 +151,7 @@ class DiskTier:
         """Remove a folder and its parents up to the root, as long as they are empty."""
         # Fails if a folder is not empty, or may not be removed by this user.
         with contextlib.suppress(OSError):
+            # A process that is about to write in the folder creates it again (_in_folder).
             for one in [folder, *folder.parents]:
                 if one == self._root:
                     break
@@ -164,6 +173,7 @@ class DiskTier:
             except FileNotFoundError:
                 if not left:
                     raise
+                # All folders are checked again: a parent may have been removed as well.
                 self.refresh()
         raise AssertionError("unreachable")
 
@@ -173,6 +183,7 @@ class DiskTier:
         with self._making:
             if folder not in self._made:
                 ensure_dirs(self._filesystem, folder)
+                # Up to the name of the root itself, which may have been created by this call, too.
                 for made in [folder, *folder.parents]:
                     if made == self._root.parent:
                         break
@@ -181,6 +192,8 @@ class DiskTier:
                     self._made.add(made)
 
     def _put(self, path: PurePath, source: ReadFile) -> None:
+        # Unique: processes that write the same name at the same time must not share a temporary
+        # file.
         staged = path.with_name(f"{path.name}.{_unique()}{TEMPORARY_SUFFIX}")
         try:
             # Synced before the rename: the name never refers to incomplete bytes.
@@ -196,6 +209,7 @@ class DiskTier:
     def _write(self, path: PurePath, source: ReadFile) -> None:
         file = self._filesystem.create(path, direct=True)
         try:
+            # A full disk is noticed here, before any byte is written.
             if source.size_bytes:
                 file.reserve(source.size_bytes)
             at = 0
@@ -239,6 +253,7 @@ class _DiskReadFile:
 
 
 def _unique() -> str:
+    # Process ids are not unique among containers that share storage.
     return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
@@ -259,6 +274,7 @@ def _missing(path: PurePath) -> Iterator[None]:
         yield
     except Exception as error:
         cause = error.__cause__
+        # EISDIR, EINVAL: the name is a directory or a special file, which is no object.
         if isinstance(cause, OSError) and cause.errno in (*_MISSING, errno.EISDIR, errno.EINVAL):
             raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from None
         raise

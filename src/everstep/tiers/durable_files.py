@@ -19,6 +19,7 @@ from everstep.seams.machine import first_missing
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 _ATTEMPTS = 8
+# Errors of link() on a file system without hard links. Linux documents EPERM (link(2)).
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _HINTS = {
     errno.ENOTDIR: "a file is in the place of a directory: choose another path, or move the file",
@@ -95,6 +96,8 @@ def write_durably(
     Args:
         may_go: True: another process may delete the file and its directory as soon as it exists.
     """
+    # The same name for each attempt: only one process writes this file, and _write_new() replaces
+    # what a crash has left.
     staged = temporary(path)
     _write_new(filesystem, staged, data)
     # The bytes are synced: a crash after the rename cannot leave an empty or short file.
@@ -103,6 +106,7 @@ def write_durably(
     try:
         filesystem.sync_dir(path.parent)
     except FileNotFoundError:
+        # The directory was deleted together with the file: no name is left to make durable.
         if not may_go:
             raise
 
@@ -150,6 +154,7 @@ def create_exclusive(filesystem: FileSystem, path: PurePath, data: bytes, unique
         except FileExistsError:
             return False
     finally:
+        # Only the temporary name is removed: after link() the file has two names.
         remove_if_there(filesystem, staged)
     # The winner may report success only when the name is durable.
     filesystem.sync_dir(path.parent)
@@ -179,6 +184,8 @@ def ensure_dir(filesystem: FileSystem, path: PurePath) -> None:
     try:
         filesystem.make_dir(path)
     except FileExistsError:
+        # EEXIST is reported for a link as well, and everything below would be written to its
+        # target.
         kinds = {item.name: item.kind for item in filesystem.scan(path.parent)}
         if kinds.get(path.name) == "link":
             reason = "it is a link, and links are not followed"
@@ -192,6 +199,8 @@ def ensure_dirs(filesystem: FileSystem, path: PurePath) -> None:
     try:
         filesystem.make_dir(path)
     except FileExistsError:
+        # Not synced, although its creator may have crashed before its sync: callers that need the
+        # name to be durable sync it themselves.
         return
     except FileNotFoundError:
         ensure_dirs(filesystem, path.parent)
@@ -212,6 +221,7 @@ def _write_new(
 ) -> None:
     if replace:
         remove_if_there(filesystem, path)
+    # Created exclusively. Without `replace` this decides which of several processes writes.
     file = filesystem.create(path)
     try:
         file.write(memoryview(data), 0)

@@ -102,6 +102,7 @@ class _File:
 def _entry(item: Item) -> DirEntry:
     name = item.name.rpartition("/")[2]
     if item.size_bytes is None:
+        # Stores have no folders, so there is no time of change that a cache could compare.
         return DirEntry(name, "dir", 0, 0, 0.0)
     return DirEntry(name, "file", item.size_bytes, item.size_bytes, item.modified_s)
 
@@ -116,6 +117,8 @@ def _system_errors(path: PurePath) -> Iterator[None]:
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     except EverstepError as error:
+        # Readers of files use errno and strerror only. The message of the tier becomes strerror;
+        # callers that know tiers find the original error in __cause__.
         number = errno.EIO
         if isinstance(error, PermissionDeniedError):
             number = errno.EACCES

@@ -30,9 +30,12 @@ class MemoryFile:
     def read_into(self, buffer: memoryview, offset: int) -> int:
         first = done = 0
         for part in self._parts:
+            # `first` is the offset of the part in the file, `start` the offset in the part of the
+            # next byte to copy. A part before `offset` yields a `start` past its end.
             start = max(offset + done - first, 0)
             if start < part.nbytes and done < buffer.nbytes:
                 take = min(part.nbytes - start, buffer.nbytes - done)
+                # Copies without the interpreter lock, so that other threads verify meanwhile.
                 copy_view(buffer[done : done + take], part[start : start + take])
                 done += take
             first += part.nbytes

@@ -36,6 +36,8 @@ from everstep.seams.files.filesystem import ReadFile
 from everstep.tiers.contract import Item, Traits, check_name
 from everstep.tiers.streams import pieces_of, read_whole
 
+# obstore passes on its client's errors as text only. These patterns take out the facts that are
+# safe to repeat; none of them matches an address or a signature.
 _STATUS = re.compile(r"status code: (\d{3})|\bstatus: (\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z][A-Za-z0-9]{0,60})</Code>")
 _KIND = re.compile(r"\bkind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b")
@@ -46,6 +48,8 @@ _SKEWED = ("RequestTimeTooSkewed", "RequestExpired")
 _FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull")
 _NO_PLACE = ("NoSuchBucket", "ContainerNotFound")
 _BUSY = ("ConditionalRequestConflict", "OperationAborted", "SlowDown", "RequestTimeout")
+# The instance metadata service is the last source of credentials that a client tries: an error
+# about its address means that no other source had any.
 _METADATA_SERVICE = ("169.254.", "metadata.google.internal", "/latest/api/token")
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 
@@ -73,6 +77,7 @@ def translate_error(error: BaseException, what: str, address: str) -> Exception:
     kind = type(error).__name__
     reason = f"status {status} {code}".rstrip() if status else code or _transport(text)
     where: dict[str, Any] = {"tier": "object", "path": address}
+    # Before FileNotFoundError: a missing bucket must not look like a run without this object.
     if code in _NO_PLACE:
         return StorageError(
             f"could not {what}: the store has no such bucket or container",
@@ -81,6 +86,7 @@ def translate_error(error: BaseException, what: str, address: str) -> Exception:
         )
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"{address}: there is no such object")
+    # With a code the store itself has replied, so there were credentials.
     if any(address in text for address in _METADATA_SERVICE) and not code:
         return PermissionDeniedError(
             f"could not {what}: no credentials were found",
@@ -105,6 +111,7 @@ def translate_error(error: BaseException, what: str, address: str) -> Exception:
         return OutOfSpaceError(
             f"could not {what}: {reason}", hint="free space in the store", **where
         )
+    # The e-tag sent with a read is no longer that of the object. A retry would fail the same way.
     if kind == "PreconditionError":
         return StorageError(
             f"could not {what}: the object was replaced during the operation",
@@ -112,6 +119,8 @@ def translate_error(error: BaseException, what: str, address: str) -> Exception:
             **where,
         )
     busy = status in (408, 425, 429) or (status or 0) >= 500 or code in _BUSY
+    # Without a status no complete reply was received: no connection, a timeout, or a reply that was
+    # cut off.
     if busy or (status is None and kind == "GenericError"):
         return UnreachableError(
             f"could not {what}: {reason}",
@@ -146,6 +155,7 @@ PART_BYTES = 16 << 20
 
 _PARTS_MAX = 9_000
 """Maximum parts of a multipart upload; S3 allows 10000."""
+# Each part in flight is held in memory.
 _PARTS_AT_ONCE = 4
 _RETRIES = 2
 """Retries of one request by the client; :mod:`everstep.tiers.retry` retries operations."""
@@ -214,6 +224,7 @@ class ObjectTier:
                 broken.append(error)
                 raise
 
+        # A small object is read before the request begins, so that no incomplete one can be sent.
         data: Any = read_whole(source, name) if size_bytes <= part_bytes else pieces()
         failure = None
         try:
@@ -227,6 +238,7 @@ class ObjectTier:
             )
         except Exception as error:
             failure = broken[0] if broken else self._translated(error, f"write {name}", name)
+        # Raised outside of "except", like in _call().
         if failure is not None:
             raise failure
 
@@ -235,6 +247,7 @@ class ObjectTier:
         failure = None
         there = False
         try:
+            # The store decides between concurrent requests (If-None-Match: *).
             self._obstore.put(self._here(), name, data, mode="create", use_multipart=False)
         except Exception as error:
             there = type(error).__name__ == "AlreadyExistsError"
@@ -249,11 +262,14 @@ class ObjectTier:
         except FileNotFoundError:
             # Deleted since then: a retry may succeed.
             raise self._unreachable(f"create {name}: it was deleted meanwhile", name) from None
+        # The size is compared first, so that an object of another size is not read.
         return file.size_bytes == len(data) and read_whole(file, name) == data
 
     def open(self, name: str) -> ReadFile:
         check_name(name)
         meta = self._call(f"open {name}", name, lambda: self._obstore.head(self._here(), name))
+        # The e-tag names the version: if the object is replaced, later reads fail and never mix
+        # two.
         return _ObjectFile(self, name, int(meta["size"]), meta.get("e_tag"))
 
     def scan(self, prefix: str = "") -> list[Item]:
@@ -278,6 +294,7 @@ class ObjectTier:
     def delete(self, name: str) -> None:
         check_name(name)
         with contextlib.suppress(FileNotFoundError):
+            # S3 reports success for a missing object; other stores report that it is missing.
             self._call(f"delete {name}", name, lambda: self._delete(name))
 
     def sweep(self, prefix: str) -> None:
@@ -289,6 +306,7 @@ class ObjectTier:
 
     def check(self) -> None:
         """List one page of names, which also detects a missing bucket."""
+        # No object of a run has this prefix, so the reply is small however large the run is.
         self._call("read", "", lambda: self._obstore.list_with_delimiter(self._here(), "check"))
 
     def refresh(self) -> None:
@@ -310,6 +328,7 @@ class ObjectTier:
         try:
             return self._call(f"read {name}", name, get)  # type: ignore[no-any-return]
         except FileNotFoundError:
+            # FileNotFoundError would state that there is no such object, but it was opened before.
             raise StorageError(
                 f"could not read {name}: it was deleted during the read",
                 tier=self.traits.kind,
@@ -358,6 +377,7 @@ class ObjectTier:
         except OptionError:
             raise
         except Exception as error:
+            # Only the type: the text may repeat options, and credentials may be among them.
             failure = type(error).__name__
         raise OptionError(
             f"could not set up the store for {self._url} ({failure})",
@@ -414,6 +434,8 @@ def _checked(url: str) -> str:
         stores = ", ".join(f"{one}://" for one in _SCHEMES)
         raise OptionError(f"{named}not an object store; supported: {stores}", hint=_URL_HINT)
     bucket, _, prefix = rest.partition("/")
+    # Credentials would be before an "@", or in the query of a signed URL; so nothing of it is
+    # repeated.
     if "@" in bucket or "?" in rest or "#" in rest:
         raise OptionError(
             f"a URL {scheme}://... may contain only a bucket and a prefix",

@@ -86,6 +86,8 @@ class ObjectRate:
         with self._lock:
             while self._written and self._written[0][0] <= now_s - HOUR_S:
                 self._written.popleft()
+            # A repeated call replaces the reservation of its caller, which must not count against
+            # it.
             claimed = sum(number for key, number in self._claims.items() if key is not claim)
             over = sum(number for _, number in self._written) + claimed + count - self._cap
             if over <= 0 and claim is not None:

@@ -79,6 +79,7 @@ class RetryingTier:
         self._policy = policy or RetryPolicy()
         self._clock = clock or SystemClock()
         self._closed = threading.Event()
+        # close() sets the event, which ends each pause at once.
         self._pause = pause or self._closed.wait
         self._random = random.Random(seed)
 
@@ -129,6 +130,8 @@ class RetryingTier:
 
         def read() -> int:
             got = file.read_into(buffer, offset)
+            # The size was taken at the open, so a read inside of it is short only by a fault on the
+            # way.
             if got < want:
                 raise UnreachableError(
                     f"could not read {name}: received {got} of {want} bytes",
@@ -166,6 +169,7 @@ class RetryingTier:
                     raise _gave_up(error, attempt) from None
                 pause_s = self._policy.pause_s(attempt, self._random.random())
                 spent_s = self._clock.monotonic_s() - began_s
+                # Before the pause: an attempt that may not begin any more is not worth waiting for.
                 if spent_s + pause_s > self._policy.deadline_s:
                     self._give_up(f"within {self._policy.deadline_s:g} s", what, name, error)
                 if self._pause(pause_s):

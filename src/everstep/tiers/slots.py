@@ -88,6 +88,8 @@ class SlotStore:
                 # with some of the new bytes.
                 file.sync()
                 remove_if_there(self._filesystem, target)
+                # Fails if the process of a newer timeline has deleted the slot
+                # (keeper/retain/retention.py).
                 self._filesystem.rename(slot, target)
             except FileNotFoundError:
                 file.close()
@@ -117,6 +119,7 @@ class SlotStore:
         for slot, _ in self._parked():
             remove_if_there(self._filesystem, slot)
         with contextlib.suppress(OSError, StorageError):
+            # Fails if the user has files there, which stay.
             self._filesystem.remove_dir(self._directory)
 
     def _parked(self) -> list[tuple[PurePath, int]]:

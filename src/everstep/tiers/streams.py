@@ -18,6 +18,7 @@ def pieces_of(source: ReadFile, name: str, piece_bytes: int) -> Iterator[memoryv
     at = 0
     size_bytes = source.size_bytes
     while at < size_bytes:
+        # Not reused: the consumer may still be sending earlier pieces (parts of an upload).
         piece = memoryview(bytearray(min(piece_bytes, size_bytes - at)))
         got = source.read_into(piece, at)
         if got != piece.nbytes:
@@ -47,6 +48,7 @@ def read_record(source: ReadFile, name: str) -> bytes:
         FormatError: it is too large for a record.
         DamageError: it is shorter than its size says.
     """
+    # Before memory of this size is allocated: the storage may claim any size.
     if source.size_bytes > RECORD_BYTES_MAX:
         raise FormatError(f"{name}: {source.size_bytes} bytes, too many for a record", path=name)
     return read_whole(source, name)

@@ -50,6 +50,7 @@ class WatchedTier:
         now_s = self._clock.running_s()
         with self._lock:
             calls = list(self._calls.values())
+        # Without a call in progress the age is 0, which `>= after_s > 0` excludes.
         call, progress_s = min(calls, key=lambda call: call[1], default=("", now_s))
         return (call, now_s - progress_s) if now_s - progress_s >= after_s > 0 else None
 
@@ -71,6 +72,7 @@ class WatchedTier:
 
     @contextlib.contextmanager
     def _tracked(self, description: str) -> Iterator[Callable[[], None]]:
+        # The description is no key: several threads may run the same operation on the same name.
         call = object()
 
         def progress() -> None:

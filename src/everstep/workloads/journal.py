@@ -27,6 +27,7 @@ class JournalWriter:
         """Append one event; it survives a SIGKILL of this process once the call has returned."""
         line = json.dumps({"event": event, "at_s": time.monotonic(), **fields})
         data = memoryview(line.encode() + b"\n")
+        # A signal or a full disk may cut a write short; the reader waits for the end of the line.
         while data:
             data = data[os.write(self._descriptor, data) :]
 

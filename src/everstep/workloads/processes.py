@@ -24,7 +24,9 @@ def training_environment(failpoints: str = "") -> dict[str, str]:
         failpoints: value of ``EVERSTEP_FAILPOINTS``.
     """
     environment = dict(os.environ)
+    # The libraries read these once, when they are loaded, so they are set before the start.
     environment.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
+    # The order of sets of strings depends on it.
     environment["PYTHONHASHSEED"] = "0"
     environment["CUDA_VISIBLE_DEVICES"] = ""  # bits are compared: all runs use the CPU
     environment["EVERSTEP_FAILPOINTS"] = failpoints

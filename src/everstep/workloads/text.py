@@ -60,6 +60,7 @@ def stdlib_text(size_bytes: int, *, folder: Path | None = None) -> bytes:
 def _sources(root: Path) -> Iterator[Path]:
     """Regular ``.py`` files under ``root``, in the order of a sorted depth-first walk."""
     for folder, folders, files in os.walk(root):
+        # In place, as os.walk() requires; sorted, because file systems list names in any order.
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         for name in sorted(files):
             path = Path(folder, name)

@@ -68,6 +68,7 @@ def plan_batches(
         if packed and (
             place.begin != end
             or place.end - begin > _PACK_BYTES_MAX
+            # torch.cat() works within one device only.
             or tensor.device != packed[0].device
         ):
             flush()
@@ -175,6 +176,7 @@ def run_batch(batch: Batch, block: torch.Tensor, *, non_blocking: bool = False) 
     elif len(batch.sources) == 1:
         target.copy_(batch.sources[0], non_blocking=non_blocking)
     elif batch.sources[0].device == target.device:
+        # The sizes agree exactly: otherwise torch.cat() would resize `target`, a view of the block.
         torch.cat(batch.sources, out=target)
     else:  # a device without a lane of its own; torch.cat works only within one device
         target.copy_(torch.cat(batch.sources), non_blocking=non_blocking)
@@ -207,6 +209,7 @@ def _rows(batch: Batch, tensor: torch.Tensor, chunk_bytes: int) -> Iterator[Batc
     if tensor.dim() == 0:
         yield batch
         return
+    # Never 0: tensors without bytes are in no batch.
     row_bytes = (batch.end - batch.begin) // tensor.shape[0]
     at = batch.begin
     for rows in torch.split(tensor, max(1, chunk_bytes // row_bytes)):

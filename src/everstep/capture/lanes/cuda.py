@@ -108,6 +108,8 @@ class Issuer:
 
     def issue(self, enqueue: Callable[[], Enqueued]) -> Issued:
         """Enqueue copies in the thread; ``enqueue`` returns its error and events in the result."""
+        # Not a plain Future: a Ctrl-C while the gate waits for it could leave its lock taken
+        # forever.
         issued: Issued = Outcome()
 
         def work() -> None:
@@ -126,6 +128,7 @@ class Issuer:
         try:
             self._thread.submit(work)
         except BaseException:
+            # The job may be in the queue already; once cancelled it does nothing.
             issued.cancel()
             raise
         return issued
@@ -213,10 +216,12 @@ class CudaLane:
 
     def leave(self) -> None:
         """Unpin the arena, and no longer keep it mapped."""
+        # First: a slice that is still queued must not pin memory again after the release.
         self._ahead.stop()
         pinned = self._pinned
         self._pinned = None
         if pinned is not None:
+            # After all copies begun so far: until then a device may write to the pages.
             self.run(pinned.release)
 
     def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
@@ -226,6 +231,7 @@ class CudaLane:
         Tensors beyond the limit for duplicates are copied themselves, and the current stream waits.
         """
         split = self._split(batches)
+        # Small and large ones here: the sources may change as soon as this returns.
         self._host.copy_now(split.small, block)
         self._host.copy_now(split.large, block)
         if not split.ours:
@@ -239,13 +245,19 @@ class CudaLane:
         for batch in split.ours:
             size = batch.end - batch.begin
             if size <= left_bytes:
+                # A device without free memory is treated like the limit: no duplicate, and the
+                # stream waits.
                 with contextlib.suppress(OutOfSpaceError):
+                    # Memory that was allocated on another stream could be reused there before this
+                    # copy ends.
                     _use(batch, _cuda.current_stream(_device_of(batch)))
                     duplicates.append(Batch(batch.begin, batch.end, (_packed(batch),)))
                     left_bytes -= size
                     continue
             others.append(batch)
+        # The events are recorded after the duplicates were enqueued: side streams read those next.
         behind = self._behind_current(split.devices)
+        # No stream has to wait for these: their sources are private. _begun() covers them.
         self._enqueue(duplicates, block, pinned, behind, [], {})
         reached: list[Reached] = []
         self._enqueue(others, block, pinned, behind, reached, {})
@@ -268,6 +280,8 @@ class CudaLane:
         self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress, *, yielding: bool
     ) -> Transfer:
         split = self._split(batches)
+        # Waiting for an event of a stream that is being captured would draw the side stream into
+        # the graph.
         if split.ours:
             refuse_graph_capture()
         # Earlier copies of this capture by copy_now(), on any device, lie anywhere in the block:
@@ -284,6 +298,8 @@ class CudaLane:
         hosted = submit(large, block, lambda end: None) if large else None
         transfer = CudaTransfer(issued, hosted, large)
         end = batches[-1].end if batches else 0
+        # Evaluated in this thread: it adds streams, while the function below runs in the lane's
+        # thread.
         here = self._here()
 
         def watch() -> None:
@@ -297,14 +313,18 @@ class CudaLane:
                     for mark in marks:
                         mark.synchronize()
                     if issued is not None:
+                        # Without a timeout: the issuing thread sets a result in any case, an error
+                        # included.
                         _done(issued, None)
                         for upto, event, _ in issued.result().reached:
                             event.synchronize()
                             progress(upto)
                         if (error := issued.result().error) is not None:
                             raise error
+                        # The time of copies by the host is not on the device's clock.
                         if hosted is None:
                             transfer.copied_s = issued.result().copied_s()
+                # Batches in host memory have reported no progress of their own.
                 if end:
                     progress(end)
             except BaseException as error:
@@ -356,6 +376,7 @@ class CudaLane:
     def close(self) -> None:
         """End the threads, after all queued work, and unpin the arena."""
         self.leave()
+        # Before the lane's thread, whose jobs wait for results of this one.
         self._issuer.close()
         self._host.close()
 
@@ -401,6 +422,8 @@ class CudaLane:
                         pinned.pin(block)
                         self._enqueue(batches, block, pinned, behind, reached, first)
                     except Exception as error:
+                        # Copies begun before the error still write to the block: run() waits for
+                        # these events before memory is released.
                         begun: list[Any] = []
                         with contextlib.suppress(RuntimeError):
                             begun = [_event(stream) for stream, _ in behind.values()]
@@ -420,10 +443,13 @@ class CudaLane:
         reached: list[Reached],
         first: dict[torch.device, Any],
     ) -> None:
+        # Before the first copy: the update that made the state must have ended.
         for stream, moment in behind.values():
             moment.wait(stream)
         for device, group in itertools.groupby(batches, key=_device_of):
             stream, _ = behind[device]
+            # Recorded after the wait above, so that the end of the update does not count as
+            # copying.
             if device not in first:
                 first[device] = _event(stream)
             with _cuda.stream(stream):
@@ -440,6 +466,8 @@ class CudaLane:
         for device in devices:
             if device not in streams:
                 streams[device] = _cuda.Stream(device)
+            # Recorded in the training thread, before it enqueues work that the copies must not wait
+            # for.
             found[device] = streams[device], _event(_cuda.current_stream(device))
         return found
 
@@ -485,10 +513,13 @@ class CudaTransfer(CpuTransfer):
         """
         if end <= 0:
             return True
+        # The events to wait for exist only after the copies were enqueued.
         if self._issued is not None and not _done(self._issued, timeout_s):
             return False
         last: dict[torch.device, Any] = {}
         for upto, event, device in self._reached():
+            # The ends ascend, because copies are enqueued in file order, and on one stream a later
+            # event covers all earlier ones.
             last[device] = event
             if upto >= end:
                 break
@@ -515,6 +546,8 @@ def _runs(
     since_bytes = end = 0
     for batch in batches:
         _use(batch, stream)
+        # A packed tensor is allocated on the side stream, so its memory is reused only in the order
+        # of that stream.
         flat = batch.sources[0] if len(batch.sources) == 1 else _packed(batch)
         for first, last in pinned.pieces(block, batch.begin, batch.end):
             parts.append(flat[first - batch.begin : last - batch.begin])

@@ -75,11 +75,13 @@ class DeviceLane:
             return self.current
         lane = self._for(_one_of_each(batches))
         if lane is self._host and isinstance(batches, tuple):  # immutable: the result stays valid
+            # Two are remembered: a base has copies at the mark and copies after it.
             self._in_host_memory = [*self._in_host_memory[-1:], batches]
         return lane
 
     def _for(self, tensors: Iterable[torch.Tensor]) -> Lane:
         if self.current is self._host and any(map(on_cuda, tensors)):
+            # It uses the same thread for host memory, so copies queued before stay in order.
             self.current = CudaLane(self._host)
         return self.current
 

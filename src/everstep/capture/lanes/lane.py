@@ -141,9 +141,13 @@ class CpuTransfer:
         return self._over
 
     def gate(self, end: int, timeout_s: float) -> bool:
+        # Both are set after the bytes were copied and never go back, so a stale value only leads to
+        # the wait below.
         if self._copied >= end or self._over:  # the usual case, without the lock
             return True
         with self._changed:
+            # The copying thread reads it without the lock: if it sees it late, it reports at the
+            # end of its run.
             self.awaited = True
             return self._changed.wait_for(lambda: self._copied >= end or self._over, timeout_s)
 
@@ -217,10 +221,14 @@ class CpuLane:
                     tell(batch.end)
 
         work = _made(transfer, progress, copy)
+        # Listed before it is queued: yielding copies that are running now may take it before its
+        # turn.
         self._ready.append(work)
         try:
             self._threads.submit(lambda: self._in_turn(work))
         except BaseException:  # interrupted: no caller waits for the copies or owns their memory
+            # It may have been taken already. Then it ends before any job queued from now on, so
+            # before the release of its memory.
             with contextlib.suppress(ValueError):
                 self._ready.remove(work)
             raise

@@ -64,6 +64,7 @@ class PinnedMemory:
 
     def holds(self, block: torch.Tensor) -> bool:
         """Return True if ``block`` is a part of this arena."""
+        # The address identifies the arena: the storage held here keeps it from being reused.
         return block.untyped_storage().data_ptr() == self._memory.data_ptr()
 
     def ready_bytes(self, block: torch.Tensor) -> int:
@@ -96,6 +97,8 @@ class PinnedMemory:
         Args:
             take: touches pages, if they must be accounted for.
         """
+        # Whole pages are registered. Where the system's pages are larger than those of the arena,
+        # two blocks share one.
         page = mmap.PAGESIZE
         position = block.data_ptr() // page * page
         end = -(-(block.data_ptr() + block.numel()) // page) * page
@@ -103,6 +106,8 @@ class PinnedMemory:
             begin, upto = found
             if take is not None:
                 take(min(upto - block.data_ptr(), block.numel()))
+            # Before the lock: touching pages blocks no other thread, and pinning them afterwards is
+            # short.
             take_pages(begin, upto - begin)
             with self._lock:
                 if self._unpinned(begin, upto) != found:  # another thread has pinned some of it
@@ -111,6 +116,7 @@ class PinnedMemory:
                 self._register(begin, upto - begin)
                 taken_s = time.perf_counter() - start_s
                 bisect.insort(self._ranges, found)
+                # A shorter slice does not show how long a full one takes.
                 if upto - begin >= self._slice_bytes:
                     self._slice_bytes = _next_slice(self._slice_bytes, taken_s)
             position = upto
@@ -204,6 +210,7 @@ class PinnedAhead:
         with self._lock:
             before = self._in_progress
             self._pinned = pinned
+            # The block is part of one that is being pinned already.
             if before is not None and before[0] == region[0] and before[1] >= region[1]:
                 return
             self._in_progress = region
@@ -226,8 +233,10 @@ class PinnedAhead:
                 goes_on = taken_s is not None and self._pinned is pinned
                 if goes_on:  # under the lock, so never after stop(), when the thread may have ended
                     self._run(pin)
+                # By identity: another call may have put a region of its own there meanwhile.
                 elif self._in_progress is region:
                     self._in_progress = None
+            # Outside the lock, which stop() takes in the training thread.
             if goes_on and taken_s is not None:
                 pinned.pause(taken_s)
 

@@ -314,6 +314,7 @@ class Agreement:
             choice, record = _split(command.payload)
             return [OpenTimeline(record, choice)]
         self.over = True
+        # Answered as well: rank 0 repeats the command until every rank has received it.
         said = self._answer_command(b"")
         if command.phase == "go":
             choice, record = _split(command.payload)
@@ -336,12 +337,14 @@ class Agreement:
 
     def _lead(self, phase: str, payload: bytes) -> list[AgreementOut]:
         """Begin the next phase on all ranks."""
+        # Numbers are never reused, so a late answer to an earlier phase is recognised.
         self._command = Command(self._at + 1, phase, payload)
         self._answers = {}
         self._sent_s = None
         self._reported_silent = False
         others = [rank for rank in range(self.world) if rank != self.rank]
         tell: list[AgreementOut] = [Send(rank, self._command) for rank in others]
+        # The messages come first: in the last phase _obey() also produces the answer of this rank.
         return tell + self._obey(self._command)
 
     def _on_answer(self, sender: int, answer: Answer) -> list[AgreementOut]:
@@ -418,6 +421,7 @@ class Agreement:
                 hint="remove the base with everstep rm, then restart the program with "
                 "resume(step=0)",
             )
+        # A number that was taken on one disk cannot be opened on all, so each round uses a new one.
         return replace(choice, timeline=max(choice.timeline, self._taken + 1))
 
     def _without_ours(self, offer: Offer) -> Offer:
@@ -428,6 +432,7 @@ class Agreement:
     def _on_compared(self, answers: Collection[bytes]) -> list[AgreementOut]:
         assert self._choice is not None
         results = [_COMPARED.decode(answer) for answer in answers]
+        # A rank that found damage lists no omitted entries, so there is nothing to compare.
         damaged = any(one.damaged for one in results)
         if not damaged and (
             differ := describe_mismatch({r: one.common for r, one in enumerate(results)})
@@ -493,6 +498,8 @@ class Agreement:
             now = self._decide(answers)
         except RecoveryError:
             return self._request_offers("offer")
+        # An older process may have committed, logged or deleted something until the fence was on
+        # every disk.
         if now.base != self._choice.base or now.manifest != self._choice.manifest:
             return self._request_offers("offer")
         if now.end != self._choice.end:

@@ -121,6 +121,7 @@ class Coordinator(Member):
         if self._reading is not None:
             missing = [r for r in self.cluster.others(self.rank) if r not in self._read]
             out += [Send(rank, ReadBackRequest(self._reading)) for rank in missing]
+        # Not during a read-back: its result decides which bases to delete.
         if self.watermark.base is not None and self._reading is None:
             silent = set(range(self.cluster.world)) - self._knows
             silent |= {rank for rank in self.cluster.leaders if self._owes(rank)}
@@ -141,6 +142,7 @@ class Coordinator(Member):
     # The watermark.
 
     def _tell_committed(self, base: BaseId, manifest: Manifest) -> list[Out]:
+        # The watermark has passed this base, so no rank needs its manifest.
         if self.watermark.base is not None and base <= self.watermark.base:
             return []
         self._sent[base] = manifest
@@ -160,9 +162,11 @@ class Coordinator(Member):
         # afterwards finds the base, so older ones may be deleted.
         if not self._acknowledged[base].issuperset(self.cluster.leaders):
             return []
+        # Acknowledgements of older bases no longer matter: a newer base is on every disk.
         for done in [other for other in self._acknowledged if other <= base]:
             del self._acknowledged[done], self._sent[done]
         out = self._advance(base)
+        # Inventories and read-backs for the previous watermark are out of date.
         self._knows = {self.rank}
         self._held = {}
         self._to_delete = ()
@@ -180,9 +184,11 @@ class Coordinator(Member):
         return self._on_held(self.rank, seen.committed, seen.needed)
 
     def _on_watermark_kept(self, sender: int, message: WatermarkAck) -> list[Out]:
+        # An answer to an older notice may list bases that were deleted since.
         if message.base != self.watermark.base:
             return []
         self._knows.add(sender)
+        # The leader of a disk reports what is on it, for all ranks that share it.
         if sender not in self.cluster.leaders:
             return []
         return self._on_held(sender, message.held, message.needed)
@@ -194,6 +200,7 @@ class Coordinator(Member):
     ) -> list[Out]:
         self._held[leader] = held
         self._needed[leader] = needed
+        # Planned only with the inventories of all disks, after earlier deletions are finished.
         if self._reading is not None or self._held.keys() < set(self.cluster.leaders):
             return []
         if any(self._owes(rank) for rank in self.cluster.leaders):
@@ -203,6 +210,7 @@ class Coordinator(Member):
     def _plan(self) -> list[Out]:
         watermark = self.watermark.base
         assert watermark is not None
+        # Newer bases are not on every disk yet, so they must not count as kept.
         everything = {base for held in self._held.values() for base in held if base <= watermark}
         plan = plan_retention(
             sorted(everything),
@@ -215,6 +223,8 @@ class Coordinator(Member):
         )
         if plan.verify is not None:
             return self._read_back(plan.verify)
+        # The plan may contain the watermark, if that is damaged. Members never delete it, so a
+        # request for it would never be fulfilled.
         delete = tuple(base for base in plan.delete if base < watermark)
         if not delete:
             return []

@@ -113,11 +113,15 @@ class Member:
         self.leads = cluster.leader_of(rank) == rank
         self._flight: _InFlight | None = None
         self._queue: list[ShardIdentity] = []
+        # Answers to ranks that still wait for this rank's markers.
         self._on_disk = dict(kept or {})
         self._begun = set(self._on_disk)
+        # Why nothing more is captured here; "" while training goes on.
         self._ended = ""
+        # Markers that other ranks sent before this rank began the base.
         self._early: dict[BaseId, dict[int, Marker]] = {}
         self._manifests: dict[BaseId, Manifest] = {}
+        # Kept, so that ranks that missed the notice get it as the answer to their next message.
         self._given_up: dict[BaseId, str] = {}
         self._deletions: list[BaseDeletion] = []
         self._damaged_elsewhere: tuple[BaseId, ...] = ()  # bases that ranks cannot read
@@ -140,6 +144,7 @@ class Member:
             return []
         self._begun.add(BaseId(identity.timeline, identity.step))
         self._queue.append(identity)
+        # Older bases that only other ranks have begun will not be captured here any more.
         return [*self._refuse_early(), *self._begin()]
 
     def drop(self, base: BaseId, reason: str) -> list[Out]:
@@ -226,6 +231,7 @@ class Member:
             return []
         base = flight.commit.base
         flight.progress_s |= dict.fromkeys(moving, now_s)
+        # The wait is measured from the first tick at which this rank has nothing left to do itself.
         if flight.since_s is None:
             flight.since_s = flight.repeated_s = now_s
             return []
@@ -252,7 +258,9 @@ class Member:
             return []
         commit = BaseCommit(self._queue.pop(0), leads=self.leads)
         self._flight = _InFlight(commit, self._early.pop(commit.base, {}))
+        # Bases are begun in ascending order, so older ones will never be needed.
         self._early = {base: found for base, found in self._early.items() if base > commit.base}
+        # Another rank gave it up before: files written now would only have to be withdrawn.
         if commit.base in self._given_up:
             return self._give_up(commit.base, self._given_up[commit.base])
         return [Perform(commit.base, commit.start())]
@@ -262,6 +270,8 @@ class Member:
             return self._on_read_back_done(base, event)
         if isinstance(event, BasesSeen):
             return self._on_bases(event)
+        # FenceSeen answers both machines. The base tells them apart: bases to delete are older than
+        # the watermark, and a base in flight is not.
         if isinstance(event, DeletionEvent):
             deletion = self._deletions[0] if self._deletions else None
             if deletion is not None and deletion.base == base:
@@ -291,10 +301,12 @@ class Member:
             # Another rank gave the base up while an action was in progress here.
             return [Perform(base, Withdraw())]
         if isinstance(event, MarkersSeen):
+            # Markers on this disk and those received by message count alike.
             flight.markers |= event.markers
             event = MarkersSeen(flight.markers, event.committed)
         assert isinstance(event, CommitEvent)
         if isinstance(event, MarkerDurable):
+            # Only now: a marker must not count before it is durable (I5).
             assert flight.own is not None
             flight.markers[self.rank] = flight.own
         new_marker = isinstance(event, MarkerDurable)
@@ -351,6 +363,7 @@ class Member:
         manifest = manifest_of(flight.markers)
         assert manifest is not None, "committed with a marker missing"
         self._manifests[base] = manifest
+        # Kept to answer ranks that have missed the notice (_known).
         while len(self._manifests) > 2:
             del self._manifests[min(self._manifests)]
         self._flight = None
@@ -366,6 +379,7 @@ class Member:
         if flight.own is not None and self.rank != COORDINATOR:
             out.append(Send(COORDINATOR, MarkerNotice(Stored(flight.own))))
         if taking_over or self.rank == COORDINATOR:
+            # Harmless if the leader is alive: both write the same bytes.
             if taking_over:
                 flight.commit.take_over()
             out += [
@@ -374,10 +388,12 @@ class Member:
                 if rank not in flight.markers
             ]
         flight.waiting = False
+        # A rank that shares this disk may have written the manifest meanwhile.
         return [*out, Perform(base, GatherMarkers())]
 
     def _on_marker(self, sender: int, marker: Marker) -> list[Out]:
         base = BaseId(marker.timeline, marker.step)
+        # Only its writer knows that a marker is durable.
         if marker.rank != sender:
             return []
         if answer := self._known(base):
@@ -444,6 +460,7 @@ class Member:
         flight.markers |= {marker.rank: marker for marker in manifest.markers}
         if not flight.waiting:
             return []
+        # Only the leader of a disk writes the manifest there; the others look for it.
         if self.leads:
             return self._feed(flight)
         flight.waiting = False
@@ -452,6 +469,7 @@ class Member:
     def _on_given_up(self, message: GiveUpNotice) -> list[Out]:
         flight = self._flight
         if flight is None or flight.commit.base != message.base:
+            # A committed base stays; the notice is late.
             if message.base.timeline == self.timeline and message.base not in self._manifests:
                 self._given_up.setdefault(message.base, message.reason)
             return []
@@ -478,6 +496,7 @@ class Member:
         self._damaged_elsewhere = message.damaged
         if self.leads:
             return out + self._delete(message.delete)
+        # The leader of the disk deletes there, and reports its contents.
         return [*out, *self._keep_watermark(BasesSeen((), {}))]
 
     def _advance(self, base: BaseId) -> list[Out]:
@@ -492,6 +511,7 @@ class Member:
         """
         watermark = self.watermark.base
         assert watermark is not None
+        # Rank 0 repeats its request until an inventory shows that none of these bases is left.
         if self._deletions:
             return []
         self._deletions = [BaseDeletion(b, self.timeline) for b in bases if b < watermark]

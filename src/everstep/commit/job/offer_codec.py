@@ -67,6 +67,7 @@ def encode_offer(offer: Offer) -> bytes:
         )
         for base, one in offer.bases.items()
     ]
+    # None stands for a damaged record, and stays None.
     timelines = {n: one and Stored(one) for n, one in offer.timelines.items()}
     return encode(_Offer(**{**_fields(offer), "timelines": timelines, "bases": bases}))
 
@@ -115,4 +116,5 @@ def decode_choice(data: bytes) -> Choice:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, without converting their values."""
+    # Not dataclasses.asdict(), which would turn nested records into dicts.
     return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}

@@ -173,6 +173,8 @@ def all_ranks(rank: int, manifest: Manifest) -> Collection[int]:
 class _Base:
     """Everything known of one base, over all offers."""
 
+    # By rank, then by digest of the marker: places to read from, and the rank that can. Markers of
+    # one rank that differ come from different attempts to write the base.
     pieces: dict[int, dict[str, list[tuple[Source, int]]]] = field(default_factory=dict)
     markers: dict[int, dict[str, Marker]] = field(default_factory=dict)
     listed: dict[int, Marker] = field(default_factory=dict)
@@ -297,6 +299,7 @@ class _Candidates:
     def pick_partly(self, step: int | None) -> _Pick | None:
         """Return the newest base of which every rank can read some files: the last resort."""
         left = _left_of(self._bases, self._offers)
+        # These bases count as existing: otherwise timelines that forked from them would be void.
         branches = branches_of(self._records, self._existing | left.keys(), self._logged)
         here, _ = split_by_history(left, branches)
         return next((_Pick(base, left[base]) for base in here if step in (None, base.step)), None)
@@ -333,6 +336,8 @@ class _Candidates:
             base=None,
             manifest=None,
             sources={},
+            # A manifest on a disk promises files on disks, so bases that are only in memory or in
+            # copies get none.
             complete=tuple(self._readable[b] for b in readable if _is_on_disks(self._bases[b])),
             timelines=tuple(r for _, r in sorted(self._records.items()) if r is not None),
             run=self._run,
@@ -430,6 +435,8 @@ def _bases_of(
             known.listed |= {marker.rank: marker for marker in one.listed}
             for rank, piece in one.pieces.items():
                 key = digest(piece.marker.encode())
+                # Also if the files prove unusable: a marker that differs from it shows a
+                # contradiction.
                 known.markers.setdefault(rank, {})[key] = piece.marker
                 for tier in piece.tiers:
                     source = Source(TIERS.index(tier), offer.rank)
@@ -470,6 +477,7 @@ def _left_of(bases: Mapping[BaseId, _Base], offers: Sequence[Offer]) -> dict[Bas
         markers = known.listed | {rank: next(iter(m.values())) for rank, m in known.markers.items()}
         manifest = manifest_of(markers)
         holders = {h for m in known.pieces.values() for places in m.values() for _, h in places}
+        # Without a manifest it is unknown if the lost ranks ever wrote their files.
         committed = manifest is not None and known.manifests == {digest(manifest.encode())}
         if manifest is not None and committed and holders >= {offer.rank for offer in offers}:
             found[base] = manifest
@@ -516,6 +524,7 @@ def _is_durable(known: _Base) -> bool:
         {source.tier for found in places.values() for source, _ in found}
         for places in known.pieces.values()
     )
+    # One place that survives a power loss is enough for each piece.
     return all(not found <= set(VOLATILE_TIERS) for found in tiers)
 
 
@@ -653,6 +662,7 @@ def merge_timelines(
         for offer in offers:
             record = offer.timelines.get(number)
             if record is not None:
+                # The bytes identify a timeline; two of the same number may differ (``adr/048``).
                 kinds.setdefault(record.encode(), (record, []))[1].append(offer.rank)
         used = {
             key
@@ -667,6 +677,8 @@ def merge_timelines(
                 hint="start only with the hosts of one of them, and empty the run folders of the "
                 "others",
             )
+        # If none was trained on, any will do, but the choice must not depend on the order of
+        # offers.
         wins = next(iter(used), None) or (min(kinds) if kinds else None)
         records[number] = None if wins is None else kinds[wins][0]
         foreign |= {(r, number) for key in kinds if key != wins for r in kinds[key][1]}

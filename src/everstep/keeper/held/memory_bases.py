@@ -115,6 +115,8 @@ class MemoryBases:
                 end = begin + shard.record.length
                 memory[begin : begin + len(header)] = header
                 begin += len(header)
+                # In pieces: each one counts as progress, so that a large base is not taken for a
+                # hang.
                 for at in range(begin, end, _PIECE_BYTES):
                     piece = memory[at : min(end, at + _PIECE_BYTES)]
                     body.fill(at - begin, piece, lambda seen: None)
@@ -122,6 +124,7 @@ class MemoryBases:
 
         # Verifies the digests of the copy: the arena may have been overwritten while it was read.
         self._store.keep(marker, record, fill)
+        # Only a base that is held is waited for: one that failed never gets complete anywhere.
         self._last = base
         # A single process has no round with other ranks: its base is complete at once.
         if self._is_past is None:

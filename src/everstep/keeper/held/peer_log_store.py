@@ -126,6 +126,7 @@ class PeerLogStore:
             self._free(
                 self._shelf.drop_other_timeline(source, message.timeline, digest(message.record))
             )
+            # The sender missed the reply about steps that are complete.
             known = self._complete.get((source, message.timeline, message.first))
             if known is not None and known[1] == message:
                 return _at(message, message.size_bytes, "whole")

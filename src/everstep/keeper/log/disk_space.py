@@ -105,6 +105,7 @@ def folder_bytes(
         # Rank 0 counts files without a rank, and files of ranks that no longer exist.
         counts = world == 1 or owner == rank or (rank == 0 and (owner is None or owner >= world))
         if counts:
+            # A bool as the index: 1 for files below a log directory.
             sizes[LOG_DIR in path.relative_to(run).parts[:-1]] += size_bytes
     return sizes[0], sizes[1]
 

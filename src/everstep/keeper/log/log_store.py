@@ -124,6 +124,8 @@ class LogStore:
                     updates.append(record)
                 continue
             numbers = [update.head.lsn for update in updates]
+            # Replay needs each update exactly once and in order: at a gap or a repetition the run
+            # ends.
             if head.step != step + 1 or numbers != list(range(lsn + 1, head.lsn + 1)):
                 break
             found.append(LoggedStep(tuple(updates), record, first if updates else item.number))
@@ -200,6 +202,8 @@ class LogStore:
         Segments that do not fit stay in memory as long as a base is expected.
         """
         self.segments.base_pending = coming
+        # Records that begin to wait at this moment are missed here; SegmentQueue.add() writes them
+        # at the next step mark.
         if self.segments.waits_for_space:
             self._thread.submit(self.segments.catch_up)
 
@@ -250,6 +254,7 @@ class LogStore:
         with self._lock:
             items = [item for item in self._stored if item.record is not None]
         for item in items:
+            # id() is a safe key: the items keep their layouts alive.
             if id(item.layout) not in numbers:
                 numbers[id(item.layout)] = len(layouts)
                 layouts.append(layout_to_index(item.layout))
@@ -280,6 +285,7 @@ class LogStore:
             data = self.arena.view[item.offset : item.offset + item.layout.size_bytes]
             # In the log's thread: digesting a large record must not delay messages of the trainer.
             found = record_digest(data, item.objects)
+            # One assignment, without the lock: readers see either no record or a complete one.
             item.record = LogRecord(item.head, item.layout, item.objects, data, found)
             digest_s = self.segments.now_s - began_s
             if item.head.kind == "mark":

@@ -139,6 +139,7 @@ class Logs:
             self._current.to_disk(bool(message["on"]))
 
     def _forget(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
+        # Older logs, too: a trainer that opens another timeline keeps its arena for both logs.
         for log in self._all():
             if log.arena is trainer.arena:
                 log.forget(message["upto"])

@@ -231,6 +231,7 @@ class SegmentQueue:
             # No base will free space any more: write what fits, and report the rest.
             self._catch_up()
         elif not self.waits_for_space and self._is_full:
+            # Not guarded: LogStore._digest_record() passes errors to fail().
             self._write()
 
     def flush(self) -> None:
@@ -259,6 +260,7 @@ class SegmentQueue:
 
     def set_to_disk(self, on: bool) -> None:
         """Start or stop writing, beginning with the next step; also after an earlier failure."""
+        # Read before the flush, which empties the list.
         last = self._pending.items[-1].number if self._pending.items else 0
         self.flush()
         if self.waits_for_space:
@@ -269,6 +271,7 @@ class SegmentQueue:
         self.after = None
         self._disabled = not on
         self._failed = self._failed and (self._fenced or not on)
+        # In every case: the trainer must not wait for records that were dropped above.
         self._on_disk(ENDED if self._failed else last)
 
     def fail(self, error: EverstepError) -> None:
@@ -276,6 +279,8 @@ class SegmentQueue:
         memory.
         """
         self._failed = True
+        # Kept for good: a process that was superseded never writes again, not even after the next
+        # base.
         self._fenced = self._fenced or isinstance(error, FencedError)
         self.waits_for_space = False
         self._pending = _Pending()

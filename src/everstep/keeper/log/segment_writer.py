@@ -145,6 +145,8 @@ class SegmentWriter:
     ) -> float:
         """Write file and marker; return the seconds until the body was durable."""
         filesystem = self._filesystem
+        # Once per timeline: after the first sync of its parent the name of the directory is
+        # durable.
         if not self._has_dir:
             ensure_dir(filesystem, timeline_dir(self._run, identity.timeline) / LOG_DIR)
             self._has_dir = True
@@ -153,7 +155,10 @@ class SegmentWriter:
         file = create_in(filesystem, temporary(path))
         limits: dict[str, Any] = {"timeout_s": self._timeout_s, "progress": silent}
         try:
+            # A full disk is noticed here, before anything is written.
             file.reserve(plan.size_bytes)
+            # The body takes the time from here to on_body. The rest is the fixed price of a
+            # segment, which a batch of several steps pays once.
             at_s = [self.now_s()]
             limits["on_body"] = lambda: at_s.append(self.now_s())
             written = write_shard(file, plan, identity, body, self._ring, **limits)

@@ -101,6 +101,8 @@ class BaseWriter:
 
     def _operation_done(self) -> None:
         """Count a completed disk operation: deadlines here and at other ranks start again."""
+        # Several threads count without a lock and an increment may be lost: the value only has to
+        # change.
         self._operations += 1
         self._channel.storage_progressed()
         # Through the link, not the committer: this is also called while the committer is made.
@@ -179,6 +181,8 @@ class BaseWriter:
         # A complete capture becomes durable whatever happens; a lost one was abandoned before.
         if capture.incoming.complete or capture.incoming.lost:
             return
+        # Before lose(), which wakes the writing thread: that reads the flag to decide about a
+        # report.
         capture.withdrawn = error is None
         capture.incoming.lose(error or StateError("the save was interrupted", step=capture.step))
         # Possibly a second time, which is harmless: an interrupt may have prevented the first.
@@ -236,6 +240,7 @@ class BaseWriter:
                 with self._reporting("during cleanup", None):
                     job()
                 continue
+            # A capture may be queued twice (see abandon()): only the first turn handles it.
             if job not in self.waiting:
                 continue
             try:
@@ -264,8 +269,10 @@ class BaseWriter:
         save = capture.save
         # A multi-step capture is rebuilt in another thread first.
         if capture.assembling:
+            # Without a timeout: the rebuild sets it whether it succeeds or fails.
             capture.made.wait()
         try:
+            # A state of the replica that a newer base has overwritten (Replica.begin).
             if capture.withdrawn and capture.incoming.complete:
                 fail(save.durable, StateError("a newer base exists", step=save.step))
                 return
@@ -363,6 +370,7 @@ class BaseWriter:
         self.stats.linked_bytes += linked_bytes
         self.stats.written_bytes += plan.size_bytes - linked_bytes
         self.stats.durable_step = max(save.step, self.stats.durable_step or 0)
+        # Last: a thread that is woken by it may read the counters at once.
         complete(save.durable, plan.size_bytes)
         return written
 

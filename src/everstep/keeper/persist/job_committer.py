@@ -187,6 +187,7 @@ class JobCommitter:
             self._works[base] = work
             try:
                 self._absorb(self._member.persist(plan.identity))
+                # Polled: deadlines pass without a notification.
                 while not self._is_over(base, work):
                     self._changed.wait(_TICK_S)
                     # Waiting for other ranks must not count as a hang of this rank's storage.
@@ -245,6 +246,7 @@ class JobCommitter:
         """End the thread after the other ranks can do without this one."""
         with self._changed:
             if self._member.fenced is None and not self._released:
+                # Bounded: a rank that has died never says that it needs nothing more.
                 self._changed.wait_for(self.is_dispensable, _FAREWELL_S)
             # Set under the lock: the thread must not handle a message after the mailbox is closed.
             self._closing = True

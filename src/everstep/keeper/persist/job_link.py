@@ -80,6 +80,8 @@ class JobLink:
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next message; None if none has arrived within ``timeout_s``."""
         data = self._mailbox.receive(timeout_s)
+        # Clock of the copy rounds: while nobody reads the mailbox, other ranks must not count as
+        # silent.
         self.last_receive_s = self._clock.running_s()
         return data
 
@@ -104,6 +106,7 @@ class JobLink:
         Takes no lock, as any thread calls this, whichever locks it holds.
         """
         now_s = self._clock.monotonic_s()
+        # Two threads may pass this check together; a heartbeat too many does no harm.
         if now_s >= self._beat_not_before_s:
             self._beat_not_before_s = now_s + self._beat_s
             for rank in range(len(self.session.disks)):

@@ -183,6 +183,7 @@ class RankDisk:
             if found.manifest is not None and found.id not in damaged
             if found.status == "committed" or _is_spared(found)
         }
+        # All but the newest, which retention never deletes.
         return tuple(sorted(self._history_window(inventory).kept(lsns, sorted(lsns)[:-1])))
 
     def withdraw(self, base: BaseId) -> None:

@@ -194,6 +194,8 @@ class Auditor:
                 return
             arguments = [f"--run={self._run}", f"--timeline={self._timeline}"]
             self._child = self._start(_PROGRAM, arguments)
+        # Outside of the lock, so that close() can kill the child. In the thread that has started
+        # it: the kernel kills the child at the end of that thread.
         ended = self._child.wait(_TIMEOUT_S)
         with self._changed:
             self._child = None

@@ -133,6 +133,7 @@ class Bases:
             session: place of this rank in the job, as the ``serve`` message has it.
         """
         mailbox = self.mailbox
+        # Handed over: the link closes it from now on, not close_mailbox().
         self.mailbox = None
         if session is None:
             return None
@@ -271,6 +272,7 @@ class Bases:
         writer = self.writer
         if writer is None:
             return
+        # A copy: the writing thread removes captures that have ended.
         for capture in list(trainer.captures.values()):
             # A capture that is being rebuilt has arrived completely, so it is not dropped.
             if not capture.incoming.complete and not capture.assembling:

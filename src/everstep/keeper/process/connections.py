@@ -170,6 +170,8 @@ class Connections:
         try:
             # Without waiting: a guest that sends half a message must not block the keeper.
             received = connection.receive(0.0)
+            # receive() takes no byte of a second message from the socket, so the selector reports
+            # that one in the next turn.
             if received is not None:
                 if connection in self._guests:
                     self._guests[connection] = self._clock.monotonic_s()

@@ -32,6 +32,8 @@ class Copies:
 
     def serve(self, timeline: ServedTimeline) -> None:
         """Start to copy bases to the tiers that the trainer names."""
+        # Closed, but still needed: the objects of the last hour count against the limit of the new
+        # ones.
         before = self.couriers
         self.couriers = None
         settings = timeline.settings

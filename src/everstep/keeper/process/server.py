@@ -81,6 +81,7 @@ class Server:
         self._clock = seams.clock
         self.connections = Connections(listener, self, seams.clock)
         self._presence = Presence(registration, self.connections, run, seams.clock)
+        # As many chunks beyond one per writer as by default.
         self._ring = ChunkRing(CHUNKS - WRITERS + writers, writers)
         self.duties = Duties(seams, run, self._ring)
         self.trainer: AttachedTrainer | None = None
@@ -122,6 +123,7 @@ class Server:
             return False
         alone_s = self._clock.monotonic_s() - self._alone_since_s
         over = self._ending or (self.trainer is None and alone_s > self._alone_s_max)
+        # finish() starts the last work of the keeper: called only if nothing else keeps it alive.
         return over and not self.duties.finish()
 
     def close(self) -> None:
@@ -139,6 +141,8 @@ class Server:
         self.connections.tick()
         self._presence.refresh()
         trainer = self.trainer
+        # Process id 0: the trainer is in another PID namespace and cannot be watched. Only the end
+        # of its connection tells that it has ended.
         if trainer is not None and (
             trainer.unreachable or (trainer.watch.pid and trainer.watch.ended())
         ):
@@ -159,6 +163,7 @@ class Server:
             # The run folder itself was removed: nobody will resume it.
             return False
         except OSError:
+            # The disk is not available now; it may be when a trainer restarts.
             pass
         return True
 

@@ -50,5 +50,6 @@ def tensor_hyperparameters(
 def pack_tensors(tensors: Tensors) -> tuple[ShardLayout, bytes]:
     """Lay tensors out as the data of a record: all of one dtype together, without gaps."""
     entries = sorted((entry for entry, _ in tensors.values()), key=lambda entry: entry.dtype)
+    # Without a limit of the header, so that there is one layout.
     (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
     return layout, b"".join(tensors[place.entry.name][1] for place in layout.placed)

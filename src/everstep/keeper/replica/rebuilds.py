@@ -74,6 +74,7 @@ class Rebuilds:
             KeeperError: the message is invalid.
         """
         layout = trainer.log_layouts[message["layout"]]
+        # Offsets come from another process: an invalid one must not read beyond the arena.
         if not 0 <= message["offset"] <= trainer.arena.size_bytes - layout.size_bytes:
             raise KeeperError("received an update that lies outside the arena")
         self._updates[message["number"]].append(

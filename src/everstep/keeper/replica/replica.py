@@ -167,6 +167,7 @@ class _Access:
         try:
             yield
         finally:
+            # The caller may have changed the state or the requests: let the thread look again.
             self.release(more=True)
 
     def wake(self) -> None:
@@ -589,6 +590,7 @@ class Replica:
             # Requests are answered by a failed base, too: its error is their answer.
             if base.durable:
                 self._durable_step = max(self._durable_step, base.step)
+            # Not if a base of the trainer has replaced the state since (begin).
             if self._now.frozen is base:
                 self._now.frozen = None
                 self._pending.aim(0 if newest is None else newest[1])

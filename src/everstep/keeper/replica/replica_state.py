@@ -114,6 +114,7 @@ class ReplicaState:
                 discarded.
         """
         damaged: DamageError | None = None
+        # Before the first step: a pass that fails half-way has changed the state, too.
         self._settled = None
         for step in steps:
             try:
@@ -176,6 +177,7 @@ class ReplicaState:
 
 def _tensor_over(data: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return an entry as a tensor over its stored bytes."""
+    # torch.frombuffer refuses an empty buffer.
     if not data.nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).view(shape)

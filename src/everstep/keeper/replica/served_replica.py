@@ -171,6 +171,8 @@ class ServedReplica:
         """Return True while the keeper must not end because the replica's last base is being
         written.
         """
+        # The keeper is about to exit: no process will resume from the frozen state, and the replica
+        # has to write it.
         self.arrived()
         # With several ranks there is no last base: their keepers end at different steps.
         if self._is_one_of_several or self.replica is None:

@@ -275,6 +275,7 @@ def _delete_segment(
             remove_if_there(filesystem, path / name)
     # Durable before the data goes: after a crash a marker would vouch for missing records.
     filesystem.sync_dir(path)
+    # Not synced after it: data that a crash brings back has no marker, and is deleted again.
     for name in names:
         if parse_shard(name.removesuffix(TEMPORARY_SUFFIX)) is not None:
             remove_if_there(filesystem, path / name)

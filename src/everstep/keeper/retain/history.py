@@ -177,6 +177,7 @@ def _promised(
 ) -> list[SegmentFound]:
     found = []
     size_bytes = 0
+    # Newest first: a promise in bytes covers the newest segments.
     for segment in sorted(segments, key=lambda s: (s.timeline, s.last), reverse=True):
         size_bytes += segment.size_bytes
         young = history.age_s and ages.of_s(segment.path) <= history.age_s

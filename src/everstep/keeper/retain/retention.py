@@ -138,6 +138,7 @@ class Retention:
     def _sweep_bases(self, inventory: Inventory) -> None:
         """Delete unfinished bases, and temporary files next to finished ones."""
         for base in inventory.bases:
+            # Its process may be writing this base now.
             if base.id.timeline > self._timeline:
                 continue
             unfinished = base.status in ("incomplete", "condemned") and not base.is_usable

@@ -116,6 +116,7 @@ class CopyGroup:
     def report_progress(self) -> None:
         """Send from time to time that this rank is still copying; called in any thread."""
         now_s = self._clock.monotonic_s()
+        # Two threads may pass this check together; a report too many does no harm.
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + self.report_interval_s
             self.send(CopyProgress(self.number))

@@ -198,6 +198,7 @@ class Couriers:
         return [*self.bases.values(), *self.logs]
 
     def _on_operation(self, number: int) -> None:
+        # Opening the tier reads the directory before there is a courier.
         if number in self.bases:
             self.bases[number].group.report_progress()
 

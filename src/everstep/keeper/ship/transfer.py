@@ -191,6 +191,8 @@ class WindowedTransfer:
     def charge(self, size_bytes: int) -> None:
         """Count bytes that were sent against the rate."""
         if self._rate is not None:
+            # Added to the planned time, not to the current one: chunks that were sent late are
+            # caught up, so that the average holds.
             self.free_s += size_bytes / self._rate
 
     def acknowledge(self, received_bytes: int) -> None:

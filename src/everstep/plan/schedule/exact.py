@@ -64,6 +64,7 @@ def exact(problem: Problem, mode: Mode, chunk_bytes: int, *, limit_s: float) -> 
     if found is None:
         return start
     placements, proved = found
+    # Computed from the plan: the objective of the solver is exact only within its tolerance.
     peak = peak_of(problem, placements)
     if start is not None and start.peak_bytes <= peak:
         placements = list(start.placements)
@@ -110,6 +111,7 @@ class _Program:
             if self._paper and at < group.update - 1:
                 self._kept[at].append(group.size_bytes * variable)
             if self._paper and at < group.update:
+                # `at` is not 0: in this mode the capacity of the first operator is 0.
                 self._kept[at - 1].append(group.size_bytes * variable)
         # Chunks that are not offloaded by the last operator before their first write are
         # duplicated there, and kept until they are offloaded.
@@ -130,6 +132,8 @@ class _Program:
             return None
         self._model.setParam("limits/time", limit_s)
         if start is not None:
+            # The solver accepts only objectives below the limit, so a plan as good as the greedy
+            # one still counts.
             self._model.setObjlimit(start.peak_bytes + 1)
         self._model.optimize()
         if not self._model.getNSols():
@@ -139,9 +143,11 @@ class _Program:
             group = self._groups[number]
             chunks = iter(group.chunks())
             for at, variable in leaves.items():
+                # Values of integer variables are floats within a tolerance.
                 for _ in range(round(self._model.getVal(variable))):
                     snapshot = min(group.update, at) - 1 if self._paper else None
                     if at >= group.update:
                         snapshot = group.update - 1
                     placements.append(Placement(next(chunks), snapshot, at))
+        # Rounded up, as peaks are whole bytes, less the tolerance of the solver.
         return placements, int(self._model.getDualbound() + 1 - 1e-6)

@@ -73,6 +73,8 @@ class Buckets:
                 if parameter.requires_grad:
                     register: Any = parameter.register_post_accumulate_grad_hook
                     stack.callback(register(self._ready).remove)
+            # Reached only if all hooks were registered: otherwise the stack removes those that
+            # were.
             return stack.pop_all().close
 
     def forward(self) -> None:
@@ -119,6 +121,7 @@ class Buckets:
         if not self._begun:
             self._begun = True
             engine: Any = torch.autograd.Variable._execution_engine
+            # Runs when this backward is complete, as the callback of DDP does.
             engine.queue_callback(self._finish)
         if not self._buckets:
             self._came.append(parameter)
@@ -133,6 +136,7 @@ class Buckets:
         if self._views:
             parameter.grad = view
         bucket.missing -= 1
+        # In the order of buckets: all ranks must issue the same collectives in the same order.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._launch("c10d::allreduce_", [self._buckets[self._next].memory], self._ranks)
             self._next += 1

@@ -125,6 +125,7 @@ class Recorder(TorchDispatchMode):
         last = len(steps.operators) - 1
         for seen in self._live.values():
             seen.traced.end = last
+        # The weak references go first: their callbacks must not change a trace that was returned.
         self._live.clear()
         self._steps = None
         tensors = tuple(tensor for tensor in steps.tensors if tensor.size_bytes)
@@ -144,6 +145,8 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         self.entered = name
         if self.device.type == "meta" and any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
+            # tracing.trace_of() recognises this error by the word autocast, and takes fake tensors
+            # then.
             raise NotImplementedError("autocast does nothing on the meta device")
         if self._steps is None:
             return func(*args, **kwargs)
@@ -256,10 +259,13 @@ class Recorder(TorchDispatchMode):
                 # Other memory takes its place in the state: from then on this copy would be stale.
                 traced.first_write = traced.end + 1
 
+        # torch keeps the Python object of a storage as long as the storage exists, even if only C++
+        # refers to it. So the reference dies when the memory is freed.
         self._live[address] = _Seen(traced, weakref.ref(storage, freed))
 
     def _write(self, tensor: Tensor, number: int) -> None:
         seen = self._live[address_of(tensor)].traced
+        # The operator that allocates memory also fills it, which is not a first write.
         if seen.begin < number and seen.first_write is None:
             seen.first_write = number
 
@@ -267,6 +273,7 @@ class Recorder(TorchDispatchMode):
         if not self._timed:
             return 0.0
         if self.device.type == "cuda":
+            # Kernels run asynchronously: otherwise only their launch would be measured.
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
@@ -286,6 +293,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
 
 def address_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage, which its views share."""
+    # Not data_ptr(): it is 0 for tensors without data.
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -300,6 +300,7 @@ def _fits(problem: Problem, written: list[int], capacities: list[int], peak: int
     size_bytes = problem.size_bytes
     for number, live in enumerate(problem.live_bytes):
         room = peak - live
+        # Never beyond the last operator: items that no operator writes need no snapshot.
         if room < 0 or written[min(number + 1, len(written) - 2)] - before > room:
             return False
         now = min(
@@ -396,6 +397,7 @@ def schedule(problem: Problem, mode: Mode) -> Schedule:
     except InfeasibleError as error:
         if error.needed == float("inf"):
             raise
+        # The error has the bandwidth for divisible items, which may not suffice for chunks.
         faster = replace(problem, link_bytes_per_s=error.needed)
         if _fit_somehow(faster, mode, groups_of(problem, least_bytes)):
             raise
@@ -535,6 +537,7 @@ class _Greedy:
             size = rest.size_bytes
             late = rest.update <= number
             count = min(rest.count, capacity // size)
+            # In this mode a snapshot takes memory at its operator and at the one before.
             if paper and not late:
                 count = min(count, room_before // size)
                 if rest.update > number + 1:

@@ -199,6 +199,7 @@ def _stretched(problem: Problem) -> tuple[Problem, list[Placement]]:
         if not left:
             break
         lengths = list(problem.seconds)
+        # Before the first update: the copies that do not fit need no duplicates there.
         lengths[first - 1] += left / problem.link_bytes_per_s
         problem = replace(problem, seconds=tuple(lengths))
         placements, left = place(problem)

@@ -87,6 +87,7 @@ def trace_training(
             result = scaler.scale(result)
         result.backward()  # type: ignore[no-untyped-call]
         recorder.gradients(model.parameters())
+        # The loss refers to the graph and its memory, which a training loop also releases here.
         del result
         recorder.enter("update")
         if not apart:
@@ -105,10 +106,13 @@ def trace_training(
         if parallel is not None:
             stack.callback(parallel.attach(recorder.collective))
         try:
+            # The warm-up runs under the recorder, too, to name an operator that cannot run without
+            # data.
             with recorder:
                 for _ in range(warm_up_steps if warm_up else 0):
                     step()
             if timed:
+                # Outside the recorder, whose own time would count.
                 step_s = _seconds(step, recorder.device)
             recorder.begin(state_of(model, optimizers, scaler))
             with recorder:

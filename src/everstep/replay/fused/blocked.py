@@ -163,9 +163,11 @@ class Blocked:
         """Apply ``updates``, all accepted by :meth:`takes`, in their order."""
         elements = self._elements_for(updates)
         batch = self._prepare(updates, elements)
+        # popleft() is atomic, so threads share the queue without a lock.
         blocks = deque(cut(self._names, self._parameters, elements))
 
         def work() -> None:
+            # Buffers belong to one thread; the state needs no lock, since no two blocks overlap.
             scratch = Scratch(self._block_elements)
             buffers = WorkBuffers(elements)
             while True:
@@ -179,6 +181,7 @@ class Blocked:
                     self._run_block(block, batch, scratch)
 
         _in_threads(work, min(self._threads, len(blocks)), stop=blocks.clear)
+        # After all blocks: each of them starts from the counts as they were.
         for name, step in batch.counted.items():
             self._state(name)["step"].copy_(step)
 
@@ -286,6 +289,8 @@ class Blocked:
             copies = update.grad_scale is not None or writes_gradients(self._kind, (options,))
             scratch.clear()
             self._form.call(
+                # Copies of the lists: torch's functions may replace items (views of complex
+                # tensors).
                 list(parameters),
                 [
                     scratch.gradient(block.of_gradient(gradients[name]), parameter.dtype, copies)
@@ -296,6 +301,7 @@ class Blocked:
                 options,
                 update,
             )
+        # Only the first block of a tensor reports its count, so no two threads write the same key.
         if block.elements is None or block.elements.start == 0:
             batch.counted.update(steps)
 
@@ -320,6 +326,7 @@ class Blocked:
             names = [name for name in block.names if name in gradients]
             if not names:
                 continue
+            # Waiting updates are for the tensors in `held`, so they run before it changes.
             if held[:2] != (names, keys):
                 run_waiting()
                 moments = [block.of(batch.moments[key], names) for key in keys]
@@ -364,6 +371,7 @@ def _in_threads(work: Callable[[], None], threads: int, stop: Callable[[], None]
 
     def guarded() -> None:
         try:
+            # Grad mode belongs to a thread: a new one starts with gradients enabled.
             with torch.no_grad():
                 work()
         except BaseException as error:  # raised below
@@ -382,6 +390,7 @@ def _in_threads(work: Callable[[], None], threads: int, stop: Callable[[], None]
     except BaseException:  # an interrupt: no thread may write to the state after this
         stop()
         for thread in others:
+            # The interrupt may have come before all threads were started.
             if thread.ident is not None:
                 thread.join()
         raise

@@ -118,6 +118,7 @@ def copied(
     strides = tensor.stride()
     for dim, step in enumerate(strides):
         if step == 0:  # expanded: one element in memory
+            # copy_() refuses a target whose elements share memory; expand() restores the shape.
             tensor = tensor.narrow(dim, 0, min(1, shape[dim]))
     device = tensor.device if device is None else device
     own = torch.empty_strided(tuple(tensor.shape), strides, dtype=dtype, device=device)

@@ -80,10 +80,12 @@ def _adam(
             if own[0] == 1.0:
                 _times(parameter, own[1])
             elif own[0] == 2.0:
+                # Not in place: logged gradients must not change.
                 gradient = torch.add(gradient, parameter, alpha=own[1], out=work)
             mean.lerp_(gradient, own[2])
             _times(square, own[3])
             square.addcmul_(gradient, gradient, value=own[4])
+            # `work` may hold the gradient, which is not needed from here on.
             torch.sqrt(square, out=work)
             work.div_(own[5]).add_(own[6])
             parameter.addcdiv_(mean, work, value=own[7])
@@ -95,6 +97,7 @@ def _adam_numbers(options: Mapping[str, Any], count: float) -> Numbers:
     decay = options["weight_decay"]
     (beta1, beta2) = options["betas"]
     decoupled = options["decoupled_weight_decay"]
+    # The expressions of torch, term by term: a different order, or sqrt(), may round differently.
     size = rate / (1 - beta1**count)
     return [
         float((1 if decoupled else 2) if decay != 0 else 0),

@@ -39,6 +39,7 @@ from everstep.tiers.durable_files import write_durably
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.streams import read_record
 
+# Their creation decides between processes, so link() must be exclusive in the tiers as well.
 _EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
 _MARKS = {CONDEMNED, DELETING}
 _PARALLEL_READS = 8
@@ -110,6 +111,8 @@ class RunWithCopies:
                 try:
                     theirs = TimelineRecord.decode(read_record_bytes(copy, path), path)
                 except (FileNotFoundError, DamageError, FormatError):
+                    # A record that is missing or damaged in a copy does not prove that the
+                    # histories diverged.
                     continue
                 if record is not None and theirs != record:
                     raise RecoveryError(
@@ -124,12 +127,16 @@ class RunWithCopies:
     def distrust(self, directory: PurePath) -> bool:
         """Read the files of this directory from a copy from now on, since those on the disk are
         damaged. Return False if that is so already, or if there is no copy."""
+        # False at the second call ends the retries of the caller: the copy is damaged as well. A
+        # tier lists a missing directory as empty.
         if directory in self._distrusted or not any(copy.scan(directory) for copy in self._copies):
             return False
         self._distrusted.add(directory)
         return True
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
+        # A damaged file on the disk is read here, too. The caller detects it by its digest and then
+        # calls distrust().
         if path.parent not in self._distrusted:
             try:
                 return self.local.open(path, direct=direct)
@@ -157,10 +164,13 @@ class RunWithCopies:
                 missing = error
                 continue
             unmarked |= MANIFEST in entries and not _MARKS & entries.keys()
+            # The nearest place wins, as in open().
             found = {**entries, **found}
         # A base that is being deleted in one place but intact in another is usable.
         if unmarked:
             found = {name: entry for name, entry in found.items() if name not in _MARKS}
+        # Only the disk reports a missing directory; a tier lists it as empty. It is missing if no
+        # place has an entry.
         if not found and missing is not None:
             raise missing
         return [found[name] for name in sorted(found)]
@@ -170,6 +180,9 @@ class RunWithCopies:
             # Copies first: if the number is taken in one of them, the disk must not get the record
             # (I11).
             data = read_record_bytes(self.local, source)
+            # All processes with these tiers take them in order of cost. The loser of a race fails
+            # at the first one and leaves its record nowhere. create() accepts equal bytes, so a
+            # repetition is harmless.
             for tier in self.tiers:
                 if not tier.create(self._name(target), data):
                     raise FileExistsError(f"{tier.url}/{self._name(target)}")
@@ -192,6 +205,7 @@ class RunWithCopies:
         except FileNotFoundError:  # the disk does not have the base
             name = self._name(path)
         for tier, copy in zip(self.tiers, self._copies, strict=True):
+            # The manifest is a pure function of the markers: other bytes there are of another base.
             if copy.scan(path.parent) and not tier.create(name, data):
                 raise StorageError(
                     f"{tier.url}/{name} does not match the markers beside it",
@@ -227,6 +241,8 @@ class RunWithCopies:
 
     def _lift(self, source: PurePath, target: PurePath) -> None:
         """Remove the deletion mark of a base in all places that have it."""
+        # A list, since any() over a generator would stop at the first place. Each place has a mark
+        # of its own (``adr/004``).
         lifted = [uncondemn_in_tier(tier, self._name(source.parent)) for tier in self.tiers]
         try:
             self.local.rename(source, target)

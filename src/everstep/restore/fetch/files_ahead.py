@@ -61,6 +61,7 @@ class CopiesAhead:
                 order, up to 320 MiB or an eighth of the available memory; the others are read when
                 they are needed.
         """
+        # Memory of the previous choice is released before more is taken.
         self.close()
         base = choice.base
         manifest = choice.manifest
@@ -69,6 +70,8 @@ class CopiesAhead:
         self._base = base
         wanted = self._needs(self._rank, manifest)
         for marker in manifest.markers:
+            # The sources are sorted by cost: if the first is no copy, this rank reads the files
+            # elsewhere.
             here = [s.tier for s in choice.sources[marker.rank] if s.rank == self._rank]
             if marker.rank not in wanted or not here or here[0] not in COPY_TIERS:
                 continue
@@ -79,6 +82,8 @@ class CopiesAhead:
         left_bytes = min(_LOG_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
         for path, (files, size_bytes) in log.items():
             left_bytes -= size_bytes
+            # The files come in the order of replay. Skipping one to fit a later, smaller one would
+            # help replay less.
             if left_bytes < 0:
                 return
             self._begin(files, path, size_bytes)
@@ -95,6 +100,7 @@ class CopiesAhead:
     def close(self) -> None:
         """Cancel pending reads and release the memory. Idempotent."""
         ahead = self._ahead
+        # Detached first: from here on files() leads readers to the copy itself.
         self._ahead = {}
         self._base = None
         for files in ahead.values():
@@ -149,6 +155,8 @@ class FilesAhead(ReadingFileSystem):
         self._threads.close()
         begun = self._begun
         self._begun = {}
+        # After the threads: the descriptor of a file closed during a read may be reused for another
+        # file. An open that hangs is left alone, as result() would wait for it.
         for pending in begun.values():
             if pending.opened.done() and pending.opened.exception() is None:
                 pending.opened.result().close()
@@ -196,6 +204,7 @@ class _PendingFile:
                 break  # shorter than expected: the read below reports it
             buffer[got : got + piece.nbytes] = piece
             got += piece.nbytes
+        # Where no byte was read ahead, the file itself determines the result: an error, or its end.
         return got if got else self.opened.result().read_into(buffer, offset)
 
     def close(self) -> None:
@@ -203,6 +212,8 @@ class _PendingFile:
 
     def _read(self, begin: int) -> memoryview:
         file = self.opened.result()
+        # A file of another length is not the one in the marker. It is then read directly, and its
+        # reader reports the damage.
         if self._stopped.is_set() or file.size_bytes != self._expected_bytes:
             return memoryview(b"")
         chunk = self._memory[begin : begin + _CHUNK_BYTES]

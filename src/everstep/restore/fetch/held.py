@@ -88,10 +88,13 @@ class KeeperContents:
         others = [
             number
             for number, record in self.served.items()
+            # A record that is missing or cannot be read (None) does not prove another history.
             if timeline_bytes(filesystem, run, number) not in (None, record)
         ]
         if not others:
             return self
+        # Later timelines of the keeper descend from this one, even if their numbers are still free
+        # in this folder.
         first = min(others)
         _log.warning(
             "%s: the keeper's steps of timeline %d and later are ignored: another process "

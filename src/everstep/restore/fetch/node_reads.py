@@ -43,11 +43,14 @@ class NodeStart:
     def __init__(
         self, rank: int, names: Sequence[str], clock: Clock, *, local: bool, timeout_s: float
     ) -> None:
+        # The window has RANKS_MAX progress words. Any further ranks read by themselves.
         same_node = [other for other, name in enumerate(names) if name == names[rank]]
         self._ranks = same_node[:RANKS_MAX]
         self._rank = rank
         self._clock = clock
         self._local = local
+        # The wait is part of a read with that time limit. It must end well before, or a slow
+        # neighbour would be reported as hung storage.
         self._wait_s = min(_WAIT_S_MAX, timeout_s / 4)
         self._window: NodeWindow | None = None
 
@@ -63,6 +66,7 @@ class NodeStart:
         try:
             self._window = NodeWindow.create(name, len(self._ranks), self._clock, self._wait_s)
         except EverstepError as error:
+            # Sharing only saves reads. Without the memory each rank reads by itself.
             _log.debug("ranks of this node do not share reads: %s", error)
             return None
         return name, os.getpid(), self._window.fd
@@ -88,6 +92,8 @@ class NodeStart:
                     name, int(pid), int(fd), place, count, self._clock, self._wait_s
                 )
             except EverstepError as error:
+                # The other ranks wait for a place only while it is claimed, so this rank delays
+                # none of them.
                 _log.debug("this rank does not share reads: %s", error)
                 return None
         return NodeReads(self._window, self._ranks, needs, local=self._local)
@@ -130,6 +136,8 @@ class NodeReads:
         """
         manifest = base.manifest
         assert manifest is not None
+        # Without a name, ranks cannot tell that they read the same files. Files on a local disk are
+        # left out because reading them costs less than waiting for each other.
         self._common = {
             number
             for number, place in places.items()
@@ -139,11 +147,15 @@ class NodeReads:
         }
         self._cells = {}
         cells = 0
+        # All files are counted, including those that are not shared: the numbers of the cells must
+        # be equal on all ranks.
         for marker in manifest.markers:
             for record in marker.files:
                 self._cells[record.name] = cells
                 cells += -(-record.length // CELL_BYTES)
         if not self._common:
+            # Without this the other ranks would keep their cells for this one until they give up
+            # waiting.
             self._window.end()
             return False
         self._window.begin()
@@ -166,6 +178,8 @@ class NodeReads:
         return sum(number in self._needs(rank, manifest) for rank in self._ranks)
 
     def _file(self, file: ReadFile, place: Place, path: PurePath, body_at: int) -> ReadFile:
+        # The place is part of the name, as a copy elsewhere may be damaged while this one is
+        # intact.
         source = bytes.fromhex(digest(f"{place.source.tier} {place.name} {path}".encode()))
         return _NodeFile(file, self._window, source, body_at, self._cells[path.name])
 
@@ -200,6 +214,7 @@ class _NodeFile:
         while done < buffer.nbytes:
             cell, at = divmod(begin + done, CELL_BYTES)
             chunk = buffer[done : done + CELL_BYTES - at]
+            # Buffers are padded to full pages, which may reach beyond the end of the file.
             available = min(chunk.nbytes, self.size_bytes - offset - done)
             if available <= 0:
                 break

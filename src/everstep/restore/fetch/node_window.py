@@ -44,8 +44,10 @@ SLOTS = 32
 """Twice as many as a rank reads ahead, so that it never waits for itself."""
 RANKS_MAX = 64
 
+# Claims are locks on single bytes of the arena: on byte N for place N, and from here on for slots.
 _CLAIM_OF_SLOT = 1 << 20
 _ATTEMPT = 1 << 40  # numbers of cells of one attempt
+# Greater than any cell, so no rank waits for one that has this progress.
 _IDLE = (1 << 64) - 1
 _LATE_CELLS = 4  # threads of one rank may overtake each other by this many
 _SOURCE = struct.Struct("<16sII")
@@ -53,6 +55,8 @@ _SOURCE_STRIDE_BYTES = 64
 _NAME_AT = PAGE_BYTES
 _NAME_BYTES = 32
 _HEAD_BYTES = 2 * PAGE_BYTES
+# First pause between two looks at a slot. It is doubled up to _LOOK_S_MAX; once it exceeds _TURN_S,
+# a rank no longer leaves the cell to the rank whose turn it is.
 _LOOK_S = 0.0005
 _TURN_S = 0.001
 _LOOK_S_MAX = 0.008
@@ -84,6 +88,8 @@ class NodeWindow:
         self._wait_s = wait_s
         self._slots = (arena.size_bytes - _HEAD_BYTES) // CELL_BYTES
         self._bytes = np.frombuffer(arena.view, np.uint8)
+        # Reading threads change this set and the next one without a lock. A lost update costs
+        # another wait.
         self._others: frozenset[int] = frozenset()
         self._stuck: set[int] = set()  # slots that this rank does not wait for any more
         self._attempt = 0
@@ -112,6 +118,7 @@ class NodeWindow:
         """
         arena = Arena.create(_HEAD_BYTES + slots * CELL_BYTES)
         assert arena.fd is not None
+        # Written before the descriptor is announced, since join() compares it.
         arena.view[_NAME_AT : _NAME_AT + _NAME_BYTES] = _encoded(name)
         return cls(arena, _claims(arena), 0, count, clock, wait_s)
 
@@ -139,6 +146,8 @@ class NodeWindow:
             arena = Arena.attach(own)
         finally:
             close_descriptors([own])
+        # The numbers of the process and of the descriptor may have been reused since they were
+        # announced.
         if bytes(arena.view[_NAME_AT : _NAME_AT + _NAME_BYTES]) != _encoded(name):
             arena.close()
             raise UnavailableError("the memory belongs to another start")
@@ -157,6 +166,7 @@ class NodeWindow:
             self._attempt += 1
             self._under_way = []
             self._past = 0
+            # A rank given up in the last attempt may have recovered.
             self._others = frozenset(range(self._count)) - {self._place}
             self._stuck.clear()
             self._publish()
@@ -167,7 +177,10 @@ class NodeWindow:
 
     def close(self) -> None:
         """Release the memory; pending reads end soon, by reading for themselves."""
+        # First, so that waiting threads end before the arena is released.
         self._closed.set()
+        # A forked child may hold the same file description. Closing it here would then not release
+        # the lock.
         self._claims.give(self._place)
         self._claims.close()
         self._arena.close()
@@ -194,6 +207,7 @@ class NodeWindow:
         Raises:
             OSError: from ``read``.
         """
+        # Cells of a later attempt are greater than all earlier ones, so one comparison orders them.
         at = self._attempt * _ATTEMPT + cell
         with self._under(cell):
             try:
@@ -215,6 +229,8 @@ class NodeWindow:
         while not self._closed.is_set():
             held = self._arena.progress(RANKS_MAX + slot) - 1
             if held == at:
+                # A copy that does not fit is not awaited: this rank reads for itself and leaves no
+                # copy.
                 return self._copied(slot, source, begin, buffer) or None
             if held > at:  # the other ranks are past it
                 return None
@@ -226,6 +242,7 @@ class NodeWindow:
                     return False
                 self._claims.give(_CLAIM_OF_SLOT + slot)
                 continue
+            # A reader that was too slow once is not awaited again in this attempt.
             if slot in self._stuck:
                 return None
             if self._clock.monotonic_s() >= deadline_s:
@@ -242,6 +259,8 @@ class NodeWindow:
         copy."""
         word = self._arena.progress(RANKS_MAX + slot)
         named, low, high = _SOURCE.unpack_from(self._arena.view, slot * _SOURCE_STRIDE_BYTES)
+        # The slot may have the same cell from another place, or only the range that its reader
+        # needed.
         if named != source or not low <= begin <= begin + buffer.nbytes <= high:
             return False
         data = self._data(slot)[begin : begin + buffer.nbytes]
@@ -262,6 +281,7 @@ class NodeWindow:
         slot = at % self._slots
         word = RANKS_MAX + slot
         try:
+            # A short read is not shared. Its reader reports the file as too short.
             got = read(buffer)
             if got >= size_bytes:
                 # Empty while it is written, so that no reader takes a mixture of two cells.
@@ -274,6 +294,7 @@ class NodeWindow:
                 self._arena.set_progress(word, at + 1)
             return got
         finally:
+            # Also after an error: the next rank can then claim the slot and read.
             self._claims.give(_CLAIM_OF_SLOT + slot)
 
     def _data(self, slot: int) -> npt.NDArray[np.uint8]:
@@ -285,6 +306,7 @@ class NodeWindow:
         turn = at % self._count
         if turn not in self._others or look_s > _TURN_S:
             return False
+        # A rank in another attempt, or past this cell, will not read it.
         return at - at % _ATTEMPT <= self._arena.progress(turn) <= at
 
     def _ranks_before(self, held: int) -> frozenset[int]:
@@ -292,6 +314,8 @@ class NodeWindow:
         if held < 0:
             return frozenset()
         waiting = frozenset(one for one in self._others if self._arena.progress(one) <= held)
+        # The kernel releases the claim of a process however it ends, so the next look notices a
+        # killed rank.
         dead = frozenset(one for one in waiting if not self._claims.taken(one))
         self._others -= dead
         return waiting - dead
@@ -312,6 +336,8 @@ class NodeWindow:
                 self._publish()
 
     def _publish(self) -> None:
+        # Threads do not start in the order of the cells: one may still need a cell that is a little
+        # before the lowest one under way.
         low = min(self._under_way, default=self._past)
         low = max(0, low - min(_LATE_CELLS, self._slots // 4))
         with contextlib.suppress(StateError):  # closed concurrently

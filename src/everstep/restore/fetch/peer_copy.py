@@ -67,6 +67,8 @@ def check_files(marker: Marker, memory: memoryview) -> None:
             end = min(record.length, at + _CHUNK_BYTES)
             digester.update(memory[begin + at : begin + end])
         found = digester.digests
+        # The digest of a file covers those of its header and entries (``adr/002``), so no second
+        # pass over the bytes is needed.
         intact = digest_of_file(record.header_digest, found) == record.digest
         if found != list(header.digests) or not intact:
             raise DamageError(

@@ -22,6 +22,7 @@ from everstep.format.records import TimelineRecord
 from everstep.run.scan import Inventory
 
 _PATH = PurePath("log of a peer")
+# Tensors are made over this memory without a copy, so each record is aligned for any dtype.
 _ALIGNMENT_BYTES = 64
 _OFFSET_BYTES = 8
 
@@ -89,6 +90,7 @@ def pack_steps(records: Sequence[LogRecord]) -> PackedSteps:
     memory, index_bytes = lay_out_records(records)
     index = memory[memory.nbytes - index_bytes :]
     found = PackedSteps(run, memory, index_bytes, digest(index))
+    # Verifies the copy, not the records: their memory may have been reused during the copying.
     unpack_steps(found)
     return found
 
@@ -115,6 +117,8 @@ def lay_out_records(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
     # first.
     memory = np.empty(end + len(index), np.uint8)
     memory[end:] = np.frombuffer(index, np.uint8)
+    # np.empty() does not clear the memory. The gaps are zeroed, as the bytes are sent to another
+    # node.
     before = 0
     for record, offset in zip(records, offsets, strict=True):
         memory[before:offset] = 0  # padding
@@ -163,6 +167,7 @@ def records_from_pack(
         raise DamageError(f"{_PATH}: the digest of its index does not match", tier="peer")
     count = int.from_bytes(index[:_OFFSET_BYTES], "little")
     begin = (count + 1) * _OFFSET_BYTES
+    # The count is not trusted before this check: offsets must lie inside the index.
     if begin > len(index):
         raise FormatError(f"{_PATH}: no index")
     offsets = [

@@ -71,6 +71,8 @@ class CopyOffer:
     def key(self) -> tuple[int, ...]:
         """Key among all offers."""
         front = self.holder, self.marker.rank, self.base.timeline, self.base.step
+        # Keys of steps of a log end in 1 (:class:`LogOffer`), those of copies in memory have no
+        # fifth number.
         return (*front, 2) if self.disk else front
 
 
@@ -152,6 +154,8 @@ def logs_needed(
         known: dict[BaseId, LogOffer] = {}
         for log in _of(offer, logs):
             if any(base.step < s <= reach.step and not _has(offer, log, s) for s in _steps(log)):
+                # One of several holders suffices. All ranks have the same order of logs, so all
+                # choose the same.
                 known.setdefault(log.base, log)
         if known:
             found[offer.rank] = [log for _, log in sorted(known.items())]
@@ -245,6 +249,7 @@ def fetch_plan(
         found: dict[int, CopyOffer] = {}
         for copy in mine:
             if copy.base == choice.base:
+                # The first holder in the common order: all ranks must compute the same plan.
                 found.setdefault(copy.marker.rank, copy)
         if found:
             plan[rank] = [*found.values()]
@@ -281,10 +286,12 @@ def _fits(copy: CopyOffer, offer: Offer) -> bool:
 def _lacks(offer: Offer, copy: CopyOffer, needs: Needs) -> bool:
     """Return True if a rank needs the copied files and cannot read them by itself."""
     marker = copy.marker
+    # The other markers may be unknown here. needs() only uses their number.
     if marker.rank not in needs(offer.rank, Manifest((marker,) * marker.world)):
         return False
     base = offer.bases.get(copy.base)
     piece = None if base is None else base.pieces.get(marker.rank)
+    # Files on the disk of another rank are the last resort, after copies in tiers.
     if copy.disk:
         return piece is None
     return piece is None or set(piece.tiers) <= set(COPY_TIERS)  # a peer is cheaper to read
@@ -297,6 +304,7 @@ def _with(offer: Offer, copies: Sequence[CopyOffer], tier: str = "peer") -> Offe
     for copy in copies:
         old = bases.get(copy.base, BaseOffer({}))
         known = old.pieces.get(copy.marker.rank)
+        # Other ranks know the marker on the disk: a second one would make the base contradictory.
         if known is not None and known.marker != copy.marker:
             continue
         tiers = (tier, *(() if known is None else known.tiers))
@@ -356,6 +364,7 @@ def prove_timelines(
                 manifests |= {one.manifest} - {None}
         manifest = manifest_of(all_of_them)
         record = known.get(base.timeline)
+        # All manifests must be that of these markers. Two different ones are of two histories.
         if manifest is not None and record and manifests == {digest(manifest.encode())}:
             found[rank] = record
     return found

@@ -185,6 +185,7 @@ def fetch_from_peers(
             for base, piece in _pieces_on_disk(offer):
                 files = ServedFiles(opens, base, piece.marker)
                 opened.callback(files.close)
+                # The same files in memory take precedence over those on the disk.
                 held.setdefault((base, piece.marker.rank, False), files)
         while True:
             attempt += 1
@@ -192,11 +193,15 @@ def fetch_from_peers(
             if extras is not None and choice is not None:
                 extras.planned(choice)
             elif extras is not None and extras.left is not None and known.covers is None:
+                # Only once, and on all ranks in the same round: add_remains() is an exchange, and
+                # sets ``covers``.
                 known.add_remains(say, extras.left)
                 continue
             if not plan:
                 return FetchResult([], [], known.proof.get(offer.rank))
             exchange = _Exchange(others, clock, offer.rank, attempt, plan, held, len(known.offers))
+            # What was fetched in a round with damage is discarded: the next plan may be of another
+            # base. Each such round drops at least one offer, so the loop ends.
             brought, damaged = exchange.run()
             unusable = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
             bad = {tuple(key) for one in unusable for key in one["damaged"]}
@@ -248,6 +253,7 @@ class _Announced:
             None if unproven is None else Stored(unproven),
         )
         found = say("list the copies that their keepers hold", {"held": encode(mine)})
+        # The own inventory is decoded like the others, so that all ranks plan from equal values.
         everyones = [_INVENTORY.decode(one["held"]) for one in found]
         offers = [decode_offer(one.offer) for one in everyones]
         lost = {rank: one.unproven for rank, one in enumerate(everyones)}
@@ -349,6 +355,7 @@ class _Exchange:
         self._next()
         self._others.doing = "fetches copies from other ranks"
         self._others.expect(self._all)
+        # A rank that needs nothing more still serves until every rank with a plan is done.
         while self._todo or self._waits_for:
             self._request()
             self._report()
@@ -361,7 +368,10 @@ class _Exchange:
                 elif isinstance(message, ChunkReply):
                     self._take(sender, message)
                 elif message.round == self._attempt and message.done:
+                    # A late message of the round before must not count as done in this one.
                     self._waits_for.discard(sender)
+            # A holder that fetches nothing itself is in no plan, but this rank waits for its
+            # replies.
             self._others.check({*self._waits_for, *(one.holder for one in self._todo)})
         # Others may still wait for this rank's word that it needs nothing more.
         self._report(now=True)
@@ -397,6 +407,8 @@ class _Exchange:
 
     def _serve(self, rank: int, wanted: ChunkRequest) -> None:
         held = self._held.get((wanted.base, wanted.rank, wanted.log))
+        # The request comes from another process: its size is limited before memory is allocated for
+        # it.
         if held is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= CHUNK_BYTES:
             return
         if isinstance(held, ServedFiles):
@@ -410,10 +422,12 @@ class _Exchange:
         if not self._todo:
             return
         one = self._todo[0]
+        # Not of the item being fetched: a repeated reply for an earlier one.
         if (sender, (part.base, part.rank, part.log)) != (one.holder, one.place):
             return
         if not self._incoming.add(part.offset, part.data, self._clock.monotonic_s()):
             return
+        # At the expected offset, an empty reply means that the holder cannot read the file.
         if not part.data:
             _log.warning("rank %d can no longer read %s of rank %d", sender, one.base, part.rank)
             self._damaged.append(self._todo.pop(0))
@@ -430,6 +444,8 @@ class _Exchange:
                 steps = PackedSteps(one.run, memory, one.index_bytes, one.index_digest)
                 self._brought.logs.append(FetchedLog(record, steps, tuple(unpack_steps(steps))))
                 return
+            # Verified before it is offered: the ranks must agree only on files that can be read
+            # (I7).
             check_files(one.marker, memory)
         except (DamageError, FormatError) as error:
             _log.warning("the copy held by rank %d is unusable: %s", one.holder, error)

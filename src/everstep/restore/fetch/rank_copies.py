@@ -37,6 +37,8 @@ class SmallFiles(ReadingFileSystem):
         self._files = files
         self._kept: dict[PurePath, MemoryFile] = {}
         self._listed: dict[PurePath, tuple[int, float]] = {}
+        # Several threads read segments through this object. Without a lock the limit is
+        # approximate.
         self._left_bytes = _KEPT_BYTES_MAX
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
@@ -148,6 +150,7 @@ class Copies:
             StorageError: it cannot be written.
         """
         for place in self.places:
+            # create() accepts equal bytes, so every rank may publish the record.
             if not place.tier.create(RUN_RECORD, RunRecord(run_id).encode()):
                 raise _foreign(place.tier, "of another run")
 
@@ -209,6 +212,8 @@ class Copies:
         """
         # Before the new timeline: a place without the older ones would show a history with a gap.
         for place, inventory in self._found:
+            # The results are not needed: a different record that another process creates now is
+            # found by the inventory that follows (the phase "confirm").
             for old in choice.timelines:
                 if old.timeline not in inventory.timelines:
                     place.tier.create(self._name(old.timeline), old.encode())
@@ -248,6 +253,8 @@ class Copies:
         for base in inventory.bases:
             if base.status != "complete" or base.manifest is None:
                 continue
+            # Markers do not prove that the files are still there. A base without one of them must
+            # not be committed (I5).
             if all(base.has_files_of(marker) for marker in base.manifest.markers):
                 tier.create(f"{self._folder(base.id)}/{MANIFEST}", base.manifest.encode())
 
@@ -266,6 +273,7 @@ def tier_errors() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
+        # A missing object is an answer of the tier, not a failure to read it.
         raise
     except OSError as error:
         if isinstance(error.__cause__, EverstepError):
@@ -297,6 +305,7 @@ def _with_copy(offer: Offer, place: CopyOfRun, inventory: Inventory) -> Offer:
     return replace(
         offer,
         run=offer.run or inventory.run,
+        # The number must be free in every place, since the timeline is opened in all of them.
         next_timeline=max(offer.next_timeline, inventory.next_timeline),
         timelines=timelines,
         bases=bases,

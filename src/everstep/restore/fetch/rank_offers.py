@@ -124,6 +124,7 @@ def open_on_disk(
     with contextlib.suppress(PermissionError):
         filesystem.sync_dir(run.parent)
     if RUN_RECORD not in _names(filesystem, run):
+        # Another rank with this disk may be first: its record has the same bytes.
         create_exclusive(filesystem, run / RUN_RECORD, RunRecord(record.run).encode(), unique)
     for old in choice.timelines:
         _keep_timeline(filesystem, run, old, unique)
@@ -137,6 +138,8 @@ def open_on_disk(
         directory = base_dir(run, choice.base.timeline, choice.base.step)
         with contextlib.suppress(FileNotFoundError):  # the base is not on this disk
             if CONDEMNED in _names(filesystem, directory):
+                # Without effect if files are being deleted already. The ranks then notice in their
+                # second inventory, and choose again (``adr/004``).
                 uncondemn(filesystem, directory)
     return True
 
@@ -164,11 +167,13 @@ def keep_manifest(
     # Markers must be durable before the manifest that counts on them.
     _sync_names(filesystem, directory)
     names = _names(filesystem, directory)
+    # A manifest beside the mark would make a base count as committed that is about to be deleted.
     if CONDEMNED in names or DELETING in names:
         return
     if MANIFEST in names or not create_exclusive(
         filesystem, directory / MANIFEST, manifest.encode(), unique
     ):
+        # The rank that created the manifest may have died before this sync.
         filesystem.sync_dir(directory)
 
 
@@ -207,6 +212,8 @@ def _keep_timeline(
     there = TIMELINE_RECORD in _names(filesystem, directory)
     if not there and create_exclusive(filesystem, path, data, unique):
         return True
+    # The record may be that of another rank, not yet durable. This rank reports the timeline as
+    # open.
     filesystem.sync_dir(directory)
     try:
         return read_record_bytes(filesystem, path) == data
@@ -241,6 +248,8 @@ def base_offer(found: BaseFound) -> BaseOffer:
         for marker in markers
         if all(sizes.get(file.name) == file.length for file in marker.files)
     }
+    # The manifest of a ``complete`` base was computed from its markers and never written, so it
+    # does not count as committed.
     committed = found.manifest is not None and found.status == "committed"
     manifest = digest(found.manifest.encode()) if committed and found.manifest else None
     return BaseOffer(pieces, manifest)

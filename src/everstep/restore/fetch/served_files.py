@@ -36,6 +36,7 @@ def run_file_opener(filesystem: FileSystem, run: PurePath) -> OpenFile:
 
 
 def _open(filesystem: FileSystem, run: PurePath, base: BaseId, name: str) -> ReadFile:
+    # Chunks begin at arbitrary offsets, which direct I/O does not support.
     return filesystem.open(base_dir(run, base.timeline, base.step) / name, direct=False)
 
 
@@ -55,6 +56,8 @@ class ServedFiles:
         try:
             self._read_into(memoryview(data), offset)
         except (OSError, EverstepError) as error:
+            # An empty reply lets the other rank plan without this source. An exception would end
+            # the start on all ranks.
             _log.warning("%s of rank %d: %s", self._base, self._marker.rank, error)
             return b""
         return bytes(data)

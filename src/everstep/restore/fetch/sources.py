@@ -105,9 +105,13 @@ class Places:
             rank: rank whose files failed; None if unknown.
         """
         for each, place in tried.items():
+            # An error that names none of the picked ranks may be due to any of them, so all are
+            # dropped.
             if rank in (None, each) or rank not in tried:
                 left = self._left[each]
                 left.remove(place)
+                # Several directories may be one source. It is reported only when none of them is
+                # left.
                 if not any(other.source == place.source for other in left):
                     self.damaged.append((each, place.source))
 
@@ -115,6 +119,7 @@ class Places:
 def source_name(tiers: set[str]) -> str:
     """Name the source of a resume. It is never "disk" if a copy was used: that would vouch for the
     contents of this rank's disk."""
+    # The most expensive copy that was read names the source.
     copies = [tier for tier in reversed(COPY_TIERS) if tier in tiers]
     if copies:
         return copies[0]
@@ -129,6 +134,7 @@ def failed_rank(error: Exception) -> int | None:
     path = getattr(error, "path", None) or getattr(error, "filename", None)
     if rank is not None or path is None:
         return rank
+    # An OSError has no rank, but the name of its file contains it.
     name = PurePath(str(path)).name
     shard = parse_shard(name)
     return parse_marker(name) if shard is None else shard[0]
@@ -164,6 +170,7 @@ def read_from_places(
         RecoveryError: needed files are missing.
         NewerFormatError: the files were written by a newer everstep, and must not be skipped.
     """
+    # Each pass drops a place, or extends ``wanted`` to all readable ranks, so the loop ends.
     while (picked := places.pick(wanted)) is not None:
         try:
             return use(picked), picked

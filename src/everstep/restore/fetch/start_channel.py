@@ -126,6 +126,7 @@ class StartChannel:
             _log.warning("a message was ignored: %s", error)
             return True
         if envelope is None:
+            # A message of another start of the job. It counts as arrived, as others may follow it.
             return data is not None
         sender = envelope.sender
         message = envelope.message
@@ -136,6 +137,7 @@ class StartChannel:
             self.chunks.append((sender, message))
         else:
             self._later.append((sender, message))
+        # Number 0 is a sign of life. It is queued like the others, and the agreement ignores it.
         if isinstance(message, Command | Answer) and not message.number:
             self._does[sender] = message.payload.decode("utf-8", "replace")
         return True
@@ -173,6 +175,7 @@ class StartChannel:
         """Send the activity, with number 0, which is no step of an agreement and no answer."""
         self._said_s = self._clock.monotonic_s()
         words = self.doing.encode("utf-8", "replace")
+        # In the agreement, ranks wait for rank 0 only, and rank 0 for all of them.
         if self._meeting.rank != COORDINATOR:
             self.tell(COORDINATOR, Answer(0, words))
             return
@@ -261,6 +264,7 @@ class IncomingBytes:
             # A message may have been lost: request again from the last byte that arrived.
             self._requested = arrived
             self._retry_after_s = min(2 * self._retry_after_s, _RETRY_MAX_S)
+        # If the total size is unknown, the first chunk contains it: request no more until then.
         end = CHUNK_BYTES if self.size_bytes is None else self.size_bytes
         end = min(end, arrived + _IN_FLIGHT_MAX * CHUNK_BYTES)
         while self._requested < end:
@@ -275,6 +279,7 @@ class IncomingBytes:
         self._retry_after_s = max(_RETRY_S, 2 * (now_s - self._arrived_s))
         self._requested_s = now_s
         self._arrived_s = now_s
+        # A chunk that follows a lost one is dropped, and requested again together with it.
         if offset != len(self.data):
             return False
         self.data += data

@@ -220,6 +220,7 @@ def check_contents(opened: Sequence[OpenBase]) -> None:
         for name, pieces in view.pieces.items():
             shape = view.entries[name].global_shape
             box = Box((0,) * len(shape), shape)
+            # Only boxes are compared here; nothing is copied, so no memory is needed.
             _, missing = fills(pieces, box, memoryview(b""))
             if missing:
                 holes[name] = f"{missing} of {box.size} elements"
@@ -283,6 +284,7 @@ def load_ranks(
             f"{with_redo[0]}: its entries are at different updates", path=with_redo[0]
         )
     saved = SavedRanks(opened, contents(opened[0])[0] if single_rank else None, partly=partly)
+    # Files with a redo file are read by ``complete``, and a second time here would be wasted.
     ahead = () if with_redo and complete is not None else opened
     with _read_ahead(ahead, reads) as started:  # while the rest is planned
         planned = _plan(saved, opened, state, strict, complete)
@@ -355,6 +357,8 @@ def _load(
     rank_bytes, entries = _read(saved, wanted, reads, ahead, made)
     tensors = targets.finish()
     for name, expected in shared.items():
+        # Lazy conjugation and negation are resolved, as the digest is of the stored bytes. cpu()
+        # also waits for copies to the device.
         flat = local_tensor(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
         if digest(host_bytes(flat)) != expected:
             raise shared_memory_error(name)
@@ -506,6 +510,8 @@ class _Completed:
         for one in with_redo:
             rank = one.marker.rank
             mine = saved.files_of(rank)
+            # Also without fills: _read() must skip these files, whose entries are of different
+            # updates.
             self.numbers.update(mine)
             fills_of = [fill for number in mine for fill in wanted.get(number, ())]
             if not fills_of:
@@ -540,6 +546,7 @@ def _read(
             continue
         _, record, header, _ = shard
         pieces = PieceReads(header, wanted.get(number, ()))
+        # Of several ranks only the needed entries are read, each verified by its own digest.
         entire_file = saved.world == 1
         reads.body(
             shard,

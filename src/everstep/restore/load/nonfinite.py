@@ -49,9 +49,11 @@ def nonfinite_notice(state: State, end: BaseId | None) -> tuple[str, ...]:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if all elements are finite."""
     if tensor.is_complex():
+        # view_as_real() does not accept a lazily conjugated tensor.
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         return True  # one-byte floats have no kernels for it
     # A sum takes one pass and no memory; only if it is not finite, which an overflow may be, each
     # element is looked at.
+    # On a GPU each bool() waits for the device; the second one is rarely needed.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

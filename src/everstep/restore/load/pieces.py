@@ -40,6 +40,7 @@ class Fill:
         the memory, where it starts at ``at``; None if it is not contiguous."""
         mine = self.overlap.shape[1:]
         theirs = self.piece.box
+        # Only rows of full width are contiguous on both sides.
         if not mine == theirs.shape[1:] == self.box.shape[1:]:
             return None
         row = math.prod(mine) * DTYPE_BYTES[self.piece.entry.dtype]
@@ -52,6 +53,8 @@ class Fill:
 
     def copy(self, data: bytearray | memoryview) -> None:
         """Copy the elements from the bytes of the complete piece."""
+        # Unsigned integers of the same width: NumPy has no bfloat16 or float8, and all bits are
+        # kept.
         dtype = np.dtype(f"u{DTYPE_BYTES[self.piece.entry.dtype]}")
         source = np.frombuffer(data, dtype).reshape(self.piece.box.shape)
         target = np.frombuffer(self.memory, dtype).reshape(self.box.shape)
@@ -70,6 +73,8 @@ def fills(pieces: Iterable[Piece], box: Box, memory: memoryview) -> tuple[list[F
         overlap = box.meet(piece.box)
         if overlap is None or not box.size:
             continue
+        # The number of missing elements below is a difference of sums: an overlap would hide a
+        # hole.
         if any(overlap.meet(other.overlap) for other in found):
             raise FormatError(f"shards of {piece.entry.name!r} overlap")
         found.append(Fill(piece, overlap, box, memory))
@@ -116,6 +121,7 @@ class PieceReads:
         self.wanted = sorted(self._fills)
         self._staged: dict[int, bytearray] = {}
         places = [(index, self._placed[index]) for index in self.wanted]
+        # An empty entry begins where the next one does, and would take its key in ``_index``.
         filled = [(index, place) for index, place in places if place.end > place.begin]
         self._index = {place.begin: index for index, place in filled}
         self._some = [place for _, place in filled]
@@ -148,6 +154,8 @@ class PieceReads:
                     staged = self._staged[index] = bytearray(size_bytes)
                 staged[at:end] = data
                 continue
+            # Written before the entry is verified: if it proves damaged, the caller restores
+            # another base over it (``adr/006``).
             begin = max(at, run[0])
             stop = min(end, run[1])
             if begin < stop:

@@ -122,6 +122,7 @@ def _object_bytes(file: ReadFile, header: ShardHeader, index: int, path: PurePat
     place = header.placed[index]
     expected = header.digests[index]
     name = place.entry.name
+    # Checked before the allocation: a forged header may claim any size.
     if place.end - place.begin > OBJECT_BYTES_MAX:
         raise FormatError(f"{path}: {name!r} is too large for an object", path=path)
     data = bytearray(place.end - place.begin)
@@ -283,6 +284,8 @@ class SavedRanks:
             FormatError: pieces contradict each other, or belong to different tensors.
         """
         found = [p for p in self._pieces.get(name, ()) if p.placement.holds(rank)]
+        # Empty boxes come last, since their ranks cannot know of ties; of the others, own pieces
+        # come first.
         found.sort(key=lambda piece: (not piece.box.size, piece.rank != rank))
         boxes: dict[Box, Piece] = {}
         for piece in found:
@@ -295,6 +298,8 @@ class SavedRanks:
                 == (first.entry.dtype, first.entry.logical_dtype)
             )
             again = boxes.setdefault(piece.box, piece)
+            # In a multi-step base, replicas may have been captured at different updates: then their
+            # digests differ.
             differs = again.digest != piece.digest and again.entry.lsn == entry.lsn
             if not same or differs:
                 raise FormatError(
@@ -329,6 +334,7 @@ class SavedRanks:
         tree = self._tree(rank, section)
         self._resolve(view, tree, rank)
         if isinstance(tree, dict) and PARTITIONED in tree:
+            # A copy, as the tree may be the one in ``_trees``, which is used again.
             tree = dict(tree)
             spread = Placement.parse(tree.pop(PARTITIONED)).ranks
             ranks = range(self.world) if spread is None else spread
@@ -396,6 +402,8 @@ class SavedRanks:
                 continue  # the matching rank did not have it either
             identical = self._is_identical(section, ranks)
             whole = isinstance(provider, ModuleProvider | OptimizerProvider)
+            # What a single rank saved is always identical. Its generators are not given to a second
+            # rank: both would draw the same numbers.
             if (identical and (section != RNG_SECTION or self.world > 1)) or whole:
                 source = like if like in ranks else ranks[mine % len(ranks)]
                 self._add_section(view, section, source, state)
@@ -566,6 +574,7 @@ def _other_version(saved: SavedRanks, name: str, pieces: Sequence[Piece]) -> str
         if version != mine and ranks is not None:
             return f"rank(s) {_text(ranks)}"
     known = {rank for ranks in versions for rank in ranks or range(saved.world)}
+    # Ranks without files here may have had another version of that name.
     hidden = set(range(saved.world)) - known - set(saved.ranks)
     if hidden:
         raise RecoveryError(

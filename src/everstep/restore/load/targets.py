@@ -114,6 +114,7 @@ class Targets:
         turned: dict[int, torch.Tensor] = {}  # each memory once, whatever its names
         for name, stride in self.lay.items():
             memory = self.memory[name][0]
+            # Ids are unique here, since ``memory`` keeps all of these tensors alive.
             if id(memory) not in turned:
                 turned[id(memory)] = with_strides(memory, stride)
             self.tensors[name] = turned[id(memory)]
@@ -131,6 +132,7 @@ def _separate_memory(
     if not copied:
         return {}
     live = {name: tensor for plan in plans.values() for name, tensor in plan.in_place.items()}
+    # A set: names that are tied both now and when saved are one pair, and count once on both sides.
     pairs = {(_memory(tensor), entries[name].name) for name, tensor in live.items()}
     here = Counter(memory for memory, _ in pairs)
     there = Counter(entry for _, entry in pairs)
@@ -172,8 +174,10 @@ def restrided(view: View, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]
         shape = tuple(tensor.shape)
         if entry.stride is None and tensor.is_contiguous():  # the usual case
             continue
+        # An entry of complex128 has one more dimension than its tensor.
         if entry.shape != entry.global_shape or entry.shape[: len(shape)] != shape:
             continue
+        # A tensor on the meta device has the default strides and no memory.
         stride = entry.stride or torch.empty(shape, device="meta").stride()
         if len(stride) != len(shape) or not same_strides(shape, stride, tensor.stride()):
             found.add(name)
@@ -187,12 +191,14 @@ def part_of(entry: Entry, box: Box) -> Entry:
 
 def _is_dense(entry: Entry) -> bool:
     """Return True if the strides cover the elements without gaps or overlaps."""
+    # The strides are those of the complex tensor, without the dimension of its pairs.
     shape = entry.shape[:-1] if entry.logical_dtype is not None else entry.shape
     stride = entry.stride or ()
     if len(stride) != len(shape):
         return False
     expected = 1
     for step, count in sorted(zip(stride, shape, strict=True)):
+        # A dimension of size 1 may have any stride.
         if count > 1:
             if step != expected:
                 return False
@@ -201,6 +207,7 @@ def _is_dense(entry: Entry) -> bool:
 
 
 def _readable_in_place(tensor: torch.Tensor) -> bool:
+    # The memory of a lazily conjugated or negated view has other values than the view.
     plain = not tensor.is_conj() and not tensor.is_neg()
     return tensor.device.type == "cpu" and tensor.is_contiguous() and plain
 
@@ -221,6 +228,8 @@ def overlapping_entries(view: View, targets: Targets) -> dict[str, str]:
         same: dict[tuple[Any, ...], str] = {}
         for name in cluster:
             mine = view.pieces[name][0].digest
+            # Two views of exactly the same elements cannot both get their values, in whatever order
+            # they are written.
             if same.setdefault(_place_of(live[name]), mine) != mine:
                 raise shared_memory_error(name)
     return found
@@ -260,6 +269,8 @@ def _overlapping(live: Mapping[str, torch.Tensor]) -> list[list[str]]:
     found: list[list[str]] = []
     on = ""
     reach = 0
+    # One sweep over sorted address ranges. A range includes gaps, so interleaved views also count
+    # as overlapping.
     for device, begin, end, name in spans:
         if device != on or begin >= reach:
             found.append([])
@@ -286,6 +297,7 @@ def tie_changes(view: View, targets: Targets, held: set[str]) -> tuple[str, ...]
     names: dict[tuple[str, Any], str] = {}  # one name per entry and memory
     for name in sorted(targets.tensors.keys() & held):
         here = local_tensor(targets.tensors[name])
+        # Empty tensors may all have the address 0 without being tied.
         if here.numel():
             where = str(here.device), here.data_ptr(), here.shape, here.stride(), here.dtype
             names.setdefault((view.entries[name].name, where), name)
@@ -375,6 +387,7 @@ def restore_into(
         )
     for name, (memory, box) in targets.memory.items():
         whole = tensors[entries[name].name]
+        # Not strict: the box of a complex128 entry also has the dimension of its pairs.
         for dim, (begin, size) in enumerate(zip(box.offset, memory.shape, strict=False)):
             whole = whole.narrow(dim, begin, size)
         with torch.no_grad():

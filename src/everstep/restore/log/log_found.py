@@ -59,6 +59,8 @@ class LogFound:
         self._copies = copies
         heads: dict[bool, list[RecordHead]] = {True: [], False: []}  # lossy ones under True
         self.skipped: list[Skipped] = []
+        # Lossy ones first, then the farthest first, as given. A later segment replaces an earlier
+        # one, so the nearest exact one remains.
         for segment in sorted(segments, key=lambda segment: not segment.lossy):
             if segment.problem is not None:
                 self.skipped.append(Skipped(segment.timeline, segment.last, segment.problem))
@@ -67,6 +69,7 @@ class LogFound:
                 heads[segment.lossy].append(head)
                 self._segments[key_of(head)] = segment, place
                 self._places.setdefault(key_of(head), []).append(segment)
+        # Exact heads come last: the index keeps the last mark of a step.
         exact = [*heads[False], *(record.head for record in records)]
         all_heads = [*heads[True], *(record.head for record in near_lossy), *exact]
         self.index = LogIndex(all_heads)
@@ -101,6 +104,7 @@ class LogFound:
         Raises:
             OSError: a directory cannot be read.
         """
+        # Records of a timeline that is unknown in this folder are in no history of it.
         mine = [record for record in records if record.head.timeline in inventory.timelines]
         found, damaged = _on_disk(filesystem, inventory, rank, threads)
         others = {} if world is None else _of_other_jobs(inventory, world, mine, found)
@@ -143,6 +147,7 @@ class LogFound:
         if key in self._memory:
             return self._memory[key]
         there = self._segments.get(key)
+        # An exact record in any segment comes before a lossy one in memory.
         if key in self._lossy and (there is None or there[0].lossy):
             return self._lossy[key]
         return self._segments[key]
@@ -261,9 +266,12 @@ class LogReader:
             return record
         except DamageError as error:
             if record.path is not None:  # later reads of this segment use the copy
+                # A failure here only affects later reads. This record is looked for in all places
+                # below.
                 with contextlib.suppress(EverstepError, OSError):
                     switch_to_copy(self._filesystem, record.path.parent)
             found = self._from_another_place(record.head, record.digest, error)
+            # The shares of other ranks came with the update, not from the place of this record.
             return replace(found, parts=record.parts)
 
     def take_repaired(self) -> list[Skipped]:
@@ -377,6 +385,8 @@ class _LogCopies:
 
         found: list[SegmentFound] = []
         for files, there in self._copies:
+            # A timeline whose record is damaged there cannot be compared with that of the disk
+            # (I7).
             known = sorted(n for n, record in there.timelines.items() if record is not None)
             with tier_errors():
                 here = scan_log(
@@ -390,6 +400,7 @@ class _LogCopies:
                     there=there.may_hold,
                 )
             here = [validated(replace(segment, files=files), self._run) for segment in here]
+            # In the order in which LogFound lets nearer segments replace farther ones.
             found = [*here, *found]
         return found
 
@@ -399,6 +410,8 @@ class _LogCopies:
         def wanted(timeline: int, after: int, last: int) -> bool:
             return after < step <= last
 
+        # From the copy itself, not through ``read_from``: bytes that were read ahead may be the
+        # damaged ones.
         for files, there in self._copies:
             if there.timelines.get(timeline) is not None:
                 here = scan_log(files, self._path, [timeline], rank=self._rank, wanted=wanted)

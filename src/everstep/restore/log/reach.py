@@ -35,6 +35,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
     if not index.marks:
         chosen = candidates(inventory, step=step)
         return Reachable(tuple((base, Chain(base.id, (), "")) for base in chosen.ordered), chosen)
+    # Not restricted to ``step``: the log may lead to it from a base before it.
     everything = candidates(inventory)
     usable = {b.id: b for b in inventory.bases if b.is_usable}
     lsns: dict[BaseId, tuple[int, str | None]] = {}
@@ -63,6 +64,8 @@ def _newest_first(
     there = {chain.base for chain in found}
     # Bases outside every recorded history are still offered, after the others.
     found += [Chain(key, (), "") for key in known if key not in there]
+    # Of several ways to one end, the newest base is tried first, as the least must be replayed on
+    # it.
     return sorted(found, key=lambda chain: (chain.end, chain.base), reverse=True)
 
 
@@ -84,6 +87,8 @@ def _leading_to(
         cut = [_cut(chain, step) for chain in chains(early, index, path)]
         for chain in sorted(cut, key=lambda chain: chain.base, reverse=True):
             if chain.end[1] == step:
+                # The first timeline that leads there is that of the current history, if it has the
+                # step.
                 ordered.setdefault(chain.base, chain)
     for key in sorted(lsns, reverse=True):  # outside every history, but of this step
         if key.step == step:
@@ -142,6 +147,7 @@ def current_first(inventory: Inventory, index: LogIndex) -> list[int]:
     The current one is not the newest if nobody trained on that and its fork point is lost.
     """
     numbers = sorted(inventory.branches, reverse=True)
+    # False sorts before True, and the sort is stable.
     return sorted(numbers, key=_trained(inventory, index).__ne__) if numbers else []
 
 
@@ -163,6 +169,7 @@ def _trained(inventory: Inventory, index: LogIndex) -> int:
 
 def _cut(chain: Chain, step: int) -> Chain:
     steps = tuple(item for item in chain.steps if item[1] <= step)
+    # Steps after the requested one are not reported as lost.
     return replace(chain, steps=steps, lost=None)
 
 

@@ -225,6 +225,7 @@ def _differing(state: JobState, expected: dict[str, tuple[str, Entry]]) -> list[
 def _digests(rebuilder: Rebuilder, base: BaseFound) -> tuple[dict[str, tuple[str, Entry]], bool]:
     """Return digest and entry of each name; and True if the base was taken after the mark of its
     step."""
+    # Only the headers are used: the files are closed again at once.
     with open_ranks(rebuilder.filesystem, base) as every:
         pass
     several = len(every) > 1
@@ -305,6 +306,8 @@ def audit_newest(
             return shortage
 
         def check_not_fenced(step: int) -> None:
+            # Checked at each step: a keeper that was fenced off may write no finding to the run
+            # (I11).
             newest = newest_timeline(filesystem, run)
             if newest > timeline:
                 raise FencedError(f"timeline {newest} has taken over the run from {timeline}")
@@ -325,6 +328,7 @@ def _newest(rebuilder: Rebuilder) -> Pair | None:
     here = set(split_by_history(log.usable, log.inventory.branches)[0])
     for pair in reversed(pairs(rebuilder)):
         connected = pair.is_connected or any(one.problem for one in _between(log, pair))
+        # The newest pair wins and nothing is queued: an older pair is not audited later.
         if {pair.before.id, pair.after.id} <= here and connected:
             return None if pair.after.audit is not None else pair
     return None
@@ -400,6 +404,7 @@ def _record(pair: Pair, found: Audit, clock: Clock) -> AuditRecord:
         run=manifest.markers[0].run,
         timeline=found.after.timeline,
         step=found.after.step,
+        # Bound to the manifest: a base that is written again under the same name was not audited.
         manifest=digest(manifest.encode()),
         before=(found.before.timeline, found.before.step),
         verdict=found.verdict,

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     except (EverstepError, OSError) as error:
         found = str(error)
+    # The exit status is 0 in both cases: the keeper logs any other one as an error.
     if isinstance(found, str):
         print_line(found)
     else:

@@ -64,6 +64,7 @@ def plan_rank(saved: SavedRanks, rank: int, owners: dict[TensorKey, int]) -> Ran
     owners.update({tensor_key(held[name][0]): rank for name in new})
     plan = RankPlan(rank, view, held, aliases, new, False)
     owned = owned_entries(view.trees, plan.name_of)
+    # A replay needs all tensors of the rank, also those that an earlier rank holds as well.
     if not owned.isdisjoint(new):
         plan.mine = list(held)
         plan.computes = True

@@ -423,6 +423,7 @@ class JobState:
                 step=step[min(step)][1].head.step,
                 hint="resume(step=...) in that program replays it; bases are restored",
             )
+        # Before any rank takes the step: ranks at different updates have no state in common (I3).
         _check_same_updates(step)
         held: dict[int, list[tuple[LogRecord, Placed]]] = {rank: [] for rank in step}
         for rank, (_, mark) in step.items():

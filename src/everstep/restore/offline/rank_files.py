@@ -84,6 +84,8 @@ def complete_rank_files(
     """
     marker = opened.marker
     options = ReplayOptions(min(2, len(available_cores())))
+    # Leaving the block waits for the thread, also after an error of alive(): nothing reads on in
+    # the background.
     with ThreadPoolExecutor(1, "everstep-complete") as thread:
         found = thread.submit(read_rank_files, opened, reads, trained, options)
         # The thread reads and replays; this one reports that the rank is alive.
@@ -202,6 +204,7 @@ def _into(
     entries: Sequence[Placed], targets: Mapping[str, memoryview]
 ) -> Callable[[int, memoryview], None]:
     """Return a sink that copies the bytes of a body to their targets."""
+    # overlaps() searches by end offsets, and requires entries with bytes.
     placed = [place for place in entries if place.end > place.begin]
     ends = [place.end for place in placed]
 

@@ -234,6 +234,8 @@ class Rebuilder:
             FormatError: the base belongs to another run; otherwise as :func:`.load_job`.
         """
         inventory = self.log.inventory
+        # Files of another run, put here by hand, may have the timeline and step of any base of this
+        # run. Their digests would match.
         if base.manifest is not None and base.manifest.markers[0].run != inventory.run:
             raise FormatError(f"{base.path} belongs to another run", path=base.path)
         records = [inventory.timelines.get(timeline) for timeline, _ in chain.steps]
@@ -279,6 +281,7 @@ class Rebuilder:
             Prefetch(found, count=1) as steps,  # as much again as is being replayed: a segment
         ):
             for step in steps:
+                # An item of the thread that reads ahead: the steps before it were taken.
                 if isinstance(step, EverstepError):
                     raise step
                 # Both states take a step from the same records, which are read once.

@@ -99,6 +99,8 @@ class RunLog:
             for rank, log in enumerate(logs):
                 held = (one.head for one in records.get(rank, ()))
                 log += (head for head in held if head.timeline == timeline)
+            # A record counts only if every rank has it: a step is restored on all ranks or on none
+            # (I4).
             heads.append(common_heads(logs))
         self.segments.sort(key=lambda one: (one.lossy, one.timeline, one.after))
         self.index = LogIndex(chained.from_iterable(heads))
@@ -169,6 +171,8 @@ class RunLog:
                 return Chain(
                     base.id, (), "the log after it belongs to a state of another composition"
                 )
+        # The index has no record of a damaged segment: without this the end would look like a
+        # missing step.
         damaged = self.damage_at(chain.end[1] + 1, {timeline for timeline, _ in path})
         return chain if damaged is None else replace(chain, stopped=damaged)
 
@@ -207,6 +211,8 @@ class RunLog:
                     return
                 yield {rank: _split_step(records) for rank, records in enumerate(found)}
         finally:
+            # The consumer may stop early: no read may outlive the generator, since the ring is
+            # shared.
             for log in logs:
                 log.close()
 
@@ -252,6 +258,8 @@ class RunLog:
             for key in sorted(bases_on(path, usable), reverse=True):
                 if key.step > step:
                     continue
+                # Shapes are not compared here, which would open every base: replay compares that of
+                # each mark.
                 chain = self.chain(usable[key], _until(path, step), look=False)
                 fits = chain.end[1] == step and timeline in (None, chain.end[0])
                 if fits and (key, chain.steps) not in seen:
@@ -334,6 +342,7 @@ class RunLog:
         usable = self.usable
         for number in sorted(branches) if self.index.marks else ():
             path = path_of(number, self.inventory.timelines)
+            # Newest base first: the chain of an older one goes on as that of the next.
             after: tuple[BaseFound, Chain] | None = None
             found = []
             for key in sorted(bases_on(path, usable), key=lambda key: key.step, reverse=True):

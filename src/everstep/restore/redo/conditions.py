@@ -25,6 +25,7 @@ def replay_conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | N
     """
     mine = fingerprint()
     threads = set()
+    # Thousands of steps share few records, and records are not hashable: each is compared once.
     for record in {id(record): record for record in records}.values():
         if record is None:
             return None, "the timeline record, which names the machine of training, is damaged"
@@ -80,6 +81,8 @@ def fingerprint_difference(records: Iterable[TimelineRecord | None]) -> str:
             return "the timeline record, which names the machine of training, is damaged"
         if why := denormal_mismatch(record.fingerprint, mine):
             return why
+        # The excluded keys identify a process or a start, or have no influence on the bits of
+        # torch.
         for key in sorted({*mine, *record.fingerprint} - {"process", "python", "session"}):
             theirs = record.fingerprint.get(key, "none")
             here = mine.get(key, "none")

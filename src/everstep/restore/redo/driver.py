@@ -209,6 +209,7 @@ class ReplayDriver:
         self.last: LogRecord | None = None
         self.waiting_bytes = 0
         limit_bytes = min(_READ_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
+        # With a limit of 0 no step waits for others, so an error concerns the last step.
         self.limit_bytes = limit_bytes if together else 0
 
     @property
@@ -241,6 +242,7 @@ class ReplayDriver:
         dtype = None
         for (record, _), update in zip(step.updates, updates, strict=True):
             if update is None:
+                # The function may read entries that waiting updates change.
                 self._apply()
                 assert memory.declared is not None
                 # Records of declared updates do not name the default dtype.
@@ -249,6 +251,7 @@ class ReplayDriver:
                 continue
             dtype = update.default_dtype
             self._pending.setdefault(update.optimizer, []).append(update)
+            # Several optimizers update the same memory: their order matters, so no update may wait.
             if at_once:
                 self._apply()
         self.last = mark
@@ -258,6 +261,7 @@ class ReplayDriver:
         # Several steps are applied in one pass, as long as their records fit in memory.
         if at_once or full:
             self._apply()
+        # After the updates: marks hold the values at the end of the step.
         memory.put(at_once)
         if memory.declared is not None:
             memory.declared.settle(mark)
@@ -305,6 +309,7 @@ class ReplayDriver:
         """Apply several steps at once, so that the state is read once for all of them. Optimizers
         share nothing: tensors with two owners are logged."""
         pending = self._pending
+        # Emptied first: finish() must not apply updates again if one of them fails here.
         self._pending = {}
         self._waiting_steps = 0
         self.waiting_bytes = 0

@@ -135,6 +135,7 @@ class LiveMemory:
 
     def start_over(self) -> None:
         """Forget the replayers: everything is now as the last mark holds it."""
+        # Read before the replayers are dropped: a state stays inexact (I9).
         self._inexact = self.exactness
         self._program = _Program()
 

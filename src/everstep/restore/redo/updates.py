@@ -83,6 +83,7 @@ def update_from_record(record: LogRecord, *, own: bool = False) -> Update:
             kind=str(about.get("kind") or ""),
             default_dtype=_default_dtype(about.get("default_dtype")),
         )
+    # The fields were decoded from a file: any of them may be missing or of another type.
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{record.head} is not a valid update: {error!r}") from error
 
@@ -215,6 +216,7 @@ def gradients_from_other_ranks(record: LogRecord, about: Mapping[str, Any]) -> S
                 names += of_rank.gradients
                 found.gradients |= of_rank.gradients
                 found.lossy = found.lossy or of_rank.lossy
+        # Without the digest a missing share would look like parameters that had no gradient.
         if len(names) != len(set(names)) or names_digest(names) != wanted:
             raise ValueError(f"gradients that rank(s) {ranks} have in common are missing")
     return found
@@ -249,6 +251,7 @@ def _from_rank(
     same update."""
     head = record.head
     other = part.head
+    # Gradients of another update would fit in shape, and give a wrong state that looks exact.
     if (other.kind, other.timeline, other.step, other.lsn) != (
         head.kind,
         head.timeline,

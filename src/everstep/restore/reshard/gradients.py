@@ -30,6 +30,8 @@ from everstep.state.training_state import State
 from everstep.state.values.objects import decode, join_path
 from everstep.state.values.tensors import local_box, local_tensor
 
+# Of these dtypes torch's vector and scalar code round alike, so a tensor may be cut anywhere (see
+# replay.exactness.thread_dependence).
 _ANY_CUT = (torch.float32, torch.float64)
 
 
@@ -84,6 +86,7 @@ class _Wanted:
         if not self.is_cut:
             return gradient
         full = Box((0,) * len(self.shape), self.shape)
+        # A view would keep the strides of the full gradient, and kernels are chosen by strides.
         return dense(gradient)[self.box.slices_in(full)].contiguous()
 
     def assemble(self, name: str, parts: Mapping[int, Mapping[str, Gradient]]) -> Gradient | None:
@@ -103,6 +106,7 @@ class _Wanted:
         if not self.is_cut:
             return next(iter(there.values()))
         first = next(iter(there.values()))
+        # Not initialised: _find() has checked that the slices cover the box exactly.
         found = torch.empty(self.box.shape, dtype=first.dtype, device=first.device)
         for rank, gradient in there.items():
             if gradient.dtype != first.dtype:
@@ -183,6 +187,8 @@ class ReshardedGradients:
         others = {r: x for r, x in records.items() if r != self.source_rank}
         head = mine.head
         for rank, record in others.items():
+            # Slices of different updates would fit together, and give a wrong state that looks
+            # exact.
             if (record.head.step, record.head.lsn) != (head.step, head.lsn):
                 raise FormatError(f"rank {rank} has {record.head} instead of {head}")
         found = update_from_record(replace(mine, parts=others))
@@ -227,6 +233,7 @@ class ReshardedGradients:
         if not placement.cuts:
             return set(ranks), _Wanted(box, shape, {})
         boxes = {rank: _box(placement, rank, shape) for rank in ranks}
+        # The source rank comes first: its records are needed in any case.
         found: dict[Box, int] = {boxes[self.source_rank]: self.source_rank}
         for rank in sorted(ranks):  # one replica is enough
             found.setdefault(boxes[rank], rank)
@@ -237,6 +244,7 @@ class ReshardedGradients:
             raise ReplayError(f"the ranks that wrote the log did not hold all of {entry!r}")
         if any(one.meet(other) for n, one in enumerate(meets) for other in meets[:n]):
             raise ReplayError(f"slices of {entry!r} overlap")
+        # An empty slice keeps the source rank, because no boxes at all means a full parameter.
         if box.size and box.meet(boxes[self.source_rank]) is None:
             del near[self.source_rank]
         return set(near), _Wanted(box, shape, near)

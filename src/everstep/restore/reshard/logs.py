@@ -48,6 +48,8 @@ class LogsInMemory:
         there = {(record.head.kind, record.head.timeline, record.head.lsn) for record in found}
         for log in self.held:
             timeline = known.get(log.steps.run.timeline)
+            # Records are compared, not numbers: two starts may have opened the same timeline
+            # number.
             if log.source != source or timeline is None or timeline.encode() != log.record:
                 continue
             try:
@@ -113,6 +115,7 @@ class ReshardedLogs:
         Raises:
             OSError: a directory cannot be read.
         """
+        # Readers of an earlier scan may still have reads in flight into the buffers of the ring.
         self.close()
         self._logs = {}
         self._worlds = {}

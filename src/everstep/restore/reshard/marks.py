@@ -121,6 +121,7 @@ class _Mark:
                 entry = place.entry
                 if entry.name.startswith(OBJECT_PREFIX):
                     continue
+                # No bytes: the file of a mark has objects only, and tensors are taken from `data`.
                 placed.append(Placed(entry, 0, 0))
                 if entry.name in data:
                     digests.append(digest(data[entry.name]))
@@ -231,6 +232,8 @@ class ReshardedSamples:
                 continue  # complex tensors have samples of their own
             name = SPOT + str(torch_dtype(entry.dtype)).removeprefix("torch.")
             at = _coordinates(entry.shape, mark.head.step)
+            # Samples of one dtype follow each other in the order of entry names, as MarkSampler
+            # writes them.
             begin = used.get(name, 0)
             used[name] = begin + len(at)
             if name not in logged or used[name] > logged[name].size:
@@ -268,6 +271,7 @@ def _differs(entry: Entry, at: np.ndarray, values: np.ndarray, live: torch.Tenso
     index = tuple(torch.from_numpy(side) for side in own[inside].T)
     mine = local[index] if index else local.reshape(1)
     theirs = torch.from_numpy(values[inside].copy()).view(mine.dtype)
+    # As integers: -0.0 and +0.0 are different bits.
     same = mine.view(_as_integers(mine)) == theirs.view(_as_integers(mine))
     if mine.is_floating_point():
         same |= mine.isnan() & theirs.isnan()  # NaN payloads may differ

@@ -175,6 +175,8 @@ def replay_resharded(
                     del records
                 found = fetch(needed, *at)
             except DamageError as error:
+                # The state is a mixture of steps here. The caller sees that the end was not
+                # reached, and the base is loaded again.
                 restored.skipped.append(Skipped(*at, f"log: {error.message}"))
                 return
             logs = {
@@ -229,10 +231,12 @@ class _StepRecords:
             raise FormatError(f"rank {rank}: has records of other steps than {at[1]}")
         self.mark = replace(marks[0], data=memoryview(bytearray(marks[0].data)))
         numbers = [one.head.lsn for one in self.updates]
+        # A missing update would give a wrong state without any other sign (I4).
         if numbers != list(range(lsn + 1, self.mark.head.lsn + 1)):
             raise FormatError(
                 f"rank {rank}: updates {numbers} of step {at[1]} do not follow update {lsn}"
             )
+        # Base and log must be of the same ranks: slices are located by the layout in the base.
         if self.mark.head.shape != layout.shapes[rank]:
             raise FormatError(f"rank {rank}: at step {at[1]} the state has another composition")
         for one in self.updates:

@@ -115,9 +115,12 @@ def record_of(
         unix_s: current time.
     """
     assert choice.run is not None, "every disk has the record of the run by now"
+    # Only a replayed step needs its base named: there is no base of that step to fork from.
     base = None if choice.reach is None else choice.base
     # Of all ranks: where they differ, no replay of this timeline is claimed to be exact (I9).
     known = merge_fingerprints(meeting.fingerprints or (fingerprint(),))
+    # Session and process make the bytes unique to this start: of two starts that open the same
+    # number, exactly one finds its own record.
     return TimelineRecord(
         run=choice.run,
         timeline=number,

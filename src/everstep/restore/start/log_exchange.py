@@ -61,6 +61,7 @@ def decode_records(data: bytearray, timeline: int) -> list[LogRecord]:
     end = len(data) - _DIGEST_BYTES
     index_bytes = int.from_bytes(data[_NUMBER_BYTES:begin], "little")
     index_digest = data[end:].decode("ascii", "replace")
+    # The size comes from another rank. records_from_pack() compares it with the bytes before use.
     return records_from_pack(timeline, memoryview(data)[begin:end], index_bytes, index_digest)
 
 
@@ -190,7 +191,9 @@ class LogExchange:
             self._cache.move_to_end(key)
             return self._cache[key]
         data = b"" if self._encode is None else self._encode(rank, timeline, step)
+        # Also b"", so that a step that cannot be read is not tried again for every request.
         self._cache[key] = data
+        # The last step stays, however large: otherwise each of its chunks would encode it anew.
         while len(self._cache) > 1 and sum(map(len, self._cache.values())) > _CACHE_BYTES:
             self._cache.popitem(last=False)
         return data
@@ -202,6 +205,7 @@ class LogExchange:
         incoming = one.incoming
         if not incoming.add(reply.offset, reply.data, self._clock.monotonic_s()):
             return
+        # An empty reply at the expected offset is no repetition: the reader has no bytes to send.
         one.unreadable = not reply.data
         if incoming.size_bytes is None and not one.unreadable:
             incoming.size_bytes = int.from_bytes(incoming.data[:_NUMBER_BYTES], "little")

@@ -42,6 +42,8 @@ def missing_sections(
         own = sections[base.id.timeline]
         for other in bases[place + 1 :]:
             of_other = sections[other.id.timeline]
+            # Only a proper subset lacks something. Bases of different states are left to the
+            # comparison with the live state.
             if own is None or of_other is None or not own < of_other:
                 continue
             lost = of_other - own if wanted is None else (of_other - own).intersection(wanted)

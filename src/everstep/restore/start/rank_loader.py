@@ -35,6 +35,8 @@ class _ReportedProgress:
         self._alive = alive
 
     def advance(self, amount: int) -> None:
+        # Loading may take longer than the timeout of the other ranks, and they may wait for log
+        # records.
         self._alive()
         self._shown.advance(amount)
 
@@ -79,6 +81,7 @@ def read_layout(
         _log.warning("%s: its layout cannot be read: %s", base.id, error)
         return None
     finally:
+        # The layout only uses headers, so closed files suffice.
         for one in opened:
             one.close()
 
@@ -123,6 +126,7 @@ class RankLoader:
             try:
                 return self._load(base, places, alive, trained, node)
             except HoleError:
+                # A DamageError, but files that were read directly would have the same hole.
                 raise
             except DamageError as error:
                 # The bytes came through another rank: read them directly before calling them

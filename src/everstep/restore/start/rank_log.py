@@ -193,6 +193,8 @@ class RankLog:
             bases=bases,
             lossy_copies=lossy,
         )
+        # Its reads are of the log found before. The other reader is closed at the end of each
+        # replay.
         self._served.close()
         self._log = self._reader(log, read_from)
         self._served = self._reader(log, read_from)
@@ -315,6 +317,8 @@ class RankLog:
                     alive=replay.exchange.serve,
                 )
             except EverstepError as error:
+                # Failures of other ranks are raised by the iterator, outside of this block: they
+                # end the start.
                 return error
         return None
 
@@ -345,6 +349,8 @@ class RankLog:
                 alive=replay.exchange.serve,
             )
         except (DeadlineError, RecoveryError):
+            # Another rank has failed or is silent. That is no fault of the log, and a replay from
+            # the base again would not help.
             raise
         except EverstepError as error:
             return error
@@ -380,6 +386,8 @@ class RankLog:
                 raise LookupError(f"rank {rank} reads its own log")
             return encode_records(self._served.records_of(timeline, step))
         except (EverstepError, LookupError) as error:
+            # The empty reply lets the other rank report the step, and all ranks choose again. An
+            # exception would end the replay of this rank.
             _log.warning("step %d of the log of rank %d cannot be sent: %s", step, rank, error)
             return b""
 
@@ -418,6 +426,7 @@ class RankLog:
             if place > begin:
                 yield replace(chain, steps=chain.steps[begin:place])
         self._log.parts = {}
+        # Only now, after the intact steps before it were replayed.
         if unusable is not None:
             restored.skipped.append(unusable)
 

@@ -121,6 +121,7 @@ class RankRestore:
         # to find the failing one, which all ranks then exclude.
         for together in (True, False):
             redone = self._log.redo(choice, loaded, together=together, exchange=self._exchange)
+            # The live state is no longer that of the base: a later choice has to load it again.
             if redone.touched:
                 self._loaded_base = None
             if redone.unusable is None or redone.sure:
@@ -141,6 +142,8 @@ class RankRestore:
         """Load the chosen base, unless it is loaded already; return the damaged files and their
         sources."""
         loaded_base = self._loaded_base
+        # Until the load succeeds: one that fails may have overwritten parts of the state
+        # (``adr/006``).
         self._loaded_base = None
         self.outcome = Outcome()
         self._sources.stop_reading_ahead(but=choice.base)
@@ -157,6 +160,8 @@ class RankRestore:
         places = self._sources.places(choice, choice.manifest)
         if loaded_base is not None and loaded_base[0] == choice.manifest:
             self._loaded_base = loaded_base
+            # A copy, here and below: replay and audits change the outcome, but not that of the base
+            # alone.
             self.outcome = replace(loaded_base[1])
             self._add_layout(choice, base, places)
             return ()
@@ -199,6 +204,7 @@ class RankRestore:
         wanted = tuple(self._sources.needs(self._sources.rank, manifest))
         return read_from_places(
             places,
+            # Of remains, all files that can be read here are used, whichever rank wrote them.
             (choice.partly and places.readable) or wanted,
             use,
             base=choice.base,

@@ -111,6 +111,8 @@ class RankSources:
         rank = self._meeting.rank
         disk = self._meeting.disks[rank]
         held = []
+        # Contents of another history were removed before, by comparing records
+        # (KeeperContents.of_history).
         if self._held is not None and self._held.id.timeline in inventory.timelines:
             held.append((self._held.marker, "memory"))
         mine = [one for one in self._fetched if one.is_of(inventory)]
@@ -174,6 +176,7 @@ class RankSources:
         # another disk lists exactly these files (I7).
         if brought.proven is not None and held is not None:
             brought.bases.append(FetchedBase(held, brought.proven, "memory"))
+            # From now on it is offered with its proven record, not by the number of its timeline.
             self._held = None
         if not brought.bases and not brought.logs:
             if self._log is None or not self._copies.places:
@@ -240,6 +243,7 @@ class RankSources:
         # Only after the fence: an older process could delete the base again.
         if ours and leads and out.choice.base is not None:
             self._copies.take_back(out.choice.base)
+        # The inventory that follows confirms the choice. It is not a sign of damage.
         self._is_sound = True
         return ours
 

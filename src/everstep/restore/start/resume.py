@@ -128,6 +128,8 @@ class _Start:
             base=result.base if restored.replayed else None,
             exact=result.exact,
         )
+        # Before the second scan: if that fails, the next attempt must not take this timeline for
+        # history.
         self._opened.add(timeline)
         # Look once more after the timeline exists: only now older processes can no longer commit or
         # delete.
@@ -145,6 +147,7 @@ class _Start:
         if held is not None and not held.durable and held.id.timeline in inventory.timelines:
             directory = base_dir(self._run, held.id.timeline, held.id.step)
             manifest = Manifest((held.marker,))
+            # Files of that base on the disk are what the keeper has written of it so far.
             inventory.bases = [base for base in inventory.bases if base.id != held.id]
             inventory.bases.append(BaseFound(held.id, directory, "committed", manifest, None, ()))
         # Without this, a timeline of a failed attempt would be the newest history, and empty.
@@ -233,9 +236,12 @@ class _Start:
         if found is not None and not any(base.is_usable for base in chosen):
             return False
         earlier = {base.id for base in candidates(before).ordered}
+        # An older process may have committed a newer base between the first scan and the fence.
         if self._step is None and any(base.id not in earlier for base in candidates(now).ordered):
             return False
         for base in chosen:
+            # The rename fails if a deleter has begun, or if another process has withdrawn the
+            # deletion: only a look at the base tells which.
             if base.status == "condemned" and not uncondemn(self._filesystem, base.path):
                 return base_is_there(self._filesystem, self._run, base.id)
         return True

@@ -205,6 +205,8 @@ def resume_all_ranks(
                 sources.fetch(fetch, others)
             go = start.agree()
     except BaseException as error:
+        # KeyboardInterrupt and SystemExit, too: the other ranks would otherwise wait until the
+        # timeout.
         start.leave(error)
         raise
     finally:

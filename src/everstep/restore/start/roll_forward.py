@@ -82,6 +82,7 @@ class Loader:
         strict = self.request.strict or strict
         trained = inventory.timelines.get(marker.timeline)
         held = self._held
+        # Equal markers contain equal digests, so the memory has the bytes of that base.
         if held is not None and held.marker == marker:
             self.source = "memory"
             try:
@@ -134,6 +135,7 @@ class OneRankChoice:
         request = loader.request
         self._log = log.reader(self._filesystem, request.ring, request.timeout_s)
         self._reachable = reachable(inventory, log.index, step=self._step)
+        # Best last, as restore() takes from the end.
         self._remaining = list(reversed(self._reachable.ordered))
         self._skipped = [*self._reachable.candidates.skipped, *log.skipped]
         self._incomplete = dict[BaseId, str]()  # bases that lack sections, which are tried last
@@ -149,6 +151,7 @@ class OneRankChoice:
         if not self._request.strict:
             tried = [base for base, _ in self._reachable.ordered]
             self._incomplete = self._lacking(tried)
+            # Incomplete bases move to the front, so they are tried last. The sort is stable.
             self._remaining.sort(key=lambda way: way[0].id not in self._incomplete)
         while self._remaining:
             base, whole = self._remaining.pop()
@@ -190,6 +193,7 @@ class OneRankChoice:
                 self._try_copy(base, whole)
         except OSError as error:
             deleted = isinstance(error, FileNotFoundError)
+            # Older processes may delete bases until the new timeline fences them off.
             if deleted and not base_is_there(self._filesystem, self._inventory.path, at):
                 raise ChoiceGoneError from error
             reason = f"{error.filename or base.path}: {error.strerror or error}"
@@ -231,6 +235,8 @@ class OneRankChoice:
                 why = f"the log cannot be replayed: {error.message}"
                 skipped.append(Skipped(timeline, at, why))
                 print_line(f"everstep: {run}: step {at}: {why}")
+                # In one pass over several steps the failing one is unknown. Step by step, the log
+                # is cut before it.
                 steps = () if together else chain.steps[: restored.replayed]
                 chain = replace(chain, steps=steps)
                 continue
@@ -442,6 +448,8 @@ def _apply(
     found = log.steps(chain, restored.lsn)
     places = iter(chain.steps)
     with (
+        # Contexts end in reverse order: the prefetch thread, which runs this generator, is joined
+        # first.
         contextlib.closing(found),
         progress("replay", len(chain.steps)) as bar,
         Prefetch(

@@ -30,6 +30,8 @@ def descriptor_of(pid: int, fd: int) -> int:
     """
     if not hasattr(fcntl, "F_OFD_SETLK"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    # Opened anew: a descriptor that was duplicated or passed shares its file description, and with
+    # that its locks.
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -82,6 +84,8 @@ class Claims:
     def close(self) -> None:
         """Release all numbers. Idempotent."""
         with self._lock:
+            # Invalidated under the lock, so that no thread uses the number after it was closed: it
+            # may belong to another file by then.
             fd = self._fd
             self._fd = -1
         if fd >= 0:
@@ -89,4 +93,5 @@ class Claims:
 
 
 def _flock(kind: int, number: int) -> bytes:
+    # One byte per number. The last field, l_pid, must be 0 for locks of open file descriptions.
     return _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0)

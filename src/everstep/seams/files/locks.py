@@ -61,6 +61,7 @@ class LockedFile:
     def put_at(self, fds: Iterable[int]) -> None:
         """Make ``fds`` (e.g. 1 and 2) refer to the file and hold its lock; close this object."""
         for fd in fds:
+            # Duplicates share the open file description, and flock() locks that.
             os.dup2(self.fd, fd)
         self.close()
 

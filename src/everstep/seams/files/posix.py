@@ -62,6 +62,7 @@ class _Descriptors:
             raise
         self.direct = -1
         if direct and _O_DIRECT:
+            # The first open() has created the file: O_EXCL would refuse it now.
             keep = flags & ~(os.O_CREAT | os.O_EXCL)
             # EINVAL: the file system lacks O_DIRECT. Then everything goes through the page cache.
             with contextlib.suppress(OSError):
@@ -123,6 +124,8 @@ class _PosixWriteFile:
         os.ftruncate(self._fds.plain, size_bytes)
 
     def sync(self) -> None:
+        # One call for both descriptors, as it syncs the inode. O_DIRECT skips the page cache only:
+        # metadata and the cache of the drive are not durable without it.
         os.fsync(self._fds.plain)
 
     def close(self) -> None:
@@ -153,6 +156,7 @@ class _PosixReadFile:
             try:
                 return os.preadv(self._fds.direct, [buffer], offset)
             except OSError as error:
+                # As in _write_some(): read through the page cache.
                 if error.errno != errno.EINVAL:
                     raise
         return os.preadv(self._fds.plain, [buffer], offset)
@@ -240,6 +244,7 @@ class PosixFileSystem:
 
     def free_bytes(self, path: PurePath) -> int:
         info = os.statvfs(path)
+        # Not f_bfree, which includes the blocks reserved for root.
         return info.f_bavail * info.f_frsize
 
 
@@ -255,6 +260,7 @@ def _entry(item: os.DirEntry[str]) -> DirEntry | None:
         kind = "dir"
     else:
         kind = "file" if stat.S_ISREG(info.st_mode) else "other"
+    # st_blocks counts 512 bytes on Linux, whatever the block size of the file system is.
     allocated = getattr(info, "st_blocks", 0) * 512
     linked = kind == "file" and info.st_nlink > 1
     return DirEntry(

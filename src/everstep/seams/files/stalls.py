@@ -15,6 +15,7 @@ from typing import Any, cast
 from everstep.seams.clock import RunningTime
 from everstep.seams.files.filesystem import FileSystem
 
+# Well below the second that RunningTime counts at most between two reads.
 _LOOK_AGAIN_S = 0.2
 _OPENING = ("create", "reuse", "open")
 
@@ -76,6 +77,7 @@ def wait_while_active(
     still.for_s(moves())
     while not future.done():
         with contextlib.suppress(FutureTimeout, CancelledError):
+            # exception() waits like result(), and leaves it to the caller to raise the error.
             future.exception(still.poll_s)
         if not future.done() and still.is_over(moves()):
             return False

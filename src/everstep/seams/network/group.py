@@ -68,6 +68,8 @@ class TorchGroup:
         what = "make a Checkpointer"
         if dist.get_backend() == "gloo":  # only gloo's barrier names the missing ranks
             self._meet(what, None)
+        # A group of its own, so that these exchanges never mix with the collectives of training,
+        # whose backend may not handle host memory.
         self._group = self._deadline(
             what, lambda: dist.new_group(backend="gloo", timeout=self._timeout)
         )
@@ -80,6 +82,7 @@ class TorchGroup:
         if begun is not None:
             # gloo matches operations by order: finish the pending one first.
             begun()
+        # The barrier names the ranks that are missing; the gather after it would only time out.
         self._meet(what, self._group)
         found: list[bytes] = self._deadline(what, lambda: self._gather(data))
         return found
@@ -104,6 +107,8 @@ class TorchGroup:
         sizes = [int.from_bytes(one[:_SIZE_BYTES], "little") for one in begins]
         found = [one[_SIZE_BYTES:] for one in begins]
         more = max(sizes) - _ROUND_BYTES + _SIZE_BYTES
+        # All ranks compute this from the same sizes: either all take part in a second round, or
+        # none.
         if more > 0:
             rests = self._round(data[_ROUND_BYTES - _SIZE_BYTES :], more)
             found = [begin + rest for begin, rest in zip(found, rests, strict=True)]

@@ -166,6 +166,7 @@ class TcpMailbox:
         with self._lock:
             out = self._out[rank]
             out.waiting.append(_frame(message))
+            # The oldest first: users repeat messages that are not answered.
             while len(out.waiting) > _KEPT_MAX:
                 out.waiting.popleft()
         # The pipe may be full, which wakes the thread as well, or closed.
@@ -181,12 +182,14 @@ class TcpMailbox:
 
     def is_disconnected(self, rank: int) -> bool:
         """Return True if ``rank`` was connected once and its mailbox has been closed."""
+        # None: it was never connected, and may still be starting.
         return self._from.get(rank) == 0
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Send for at most ``timeout_s``, then close all connections. Idempotent."""
         deadline_s = time.monotonic() + timeout_s
         if self._thread is not None:
+            # Only connected ranks count: others may have ended, and nothing can be sent to them.
             while self._unsent() and time.monotonic() < deadline_s:
                 self._thread.join(_LOOK_AGAIN_S)
             self._closing = True
@@ -215,6 +218,8 @@ class TcpMailbox:
             try:
                 self._drop_strangers()
                 self._connect_all()
+                # Returns at least this often: retries and the time limit of strangers need no
+                # event.
                 for key, events in self._selector.select(_TRY_AGAIN_S):
                     key.data(key.fileobj, events)
             except OSError:  # a connection was closed at this moment
@@ -269,6 +274,7 @@ class TcpMailbox:
         """Take complete messages from a connection; return False if it is not of this session."""
         while len(incoming.data) >= _LENGTH_BYTES:
             size = int.from_bytes(incoming.data[:_LENGTH_BYTES], "little")
+            # A stranger must not make this process collect a large message.
             if size > (_MESSAGE_BYTES_MAX if incoming.rank is not None else 4096):
                 return False
             if len(incoming.data) < _LENGTH_BYTES + size:
@@ -281,6 +287,7 @@ class TcpMailbox:
                 return False
             else:
                 incoming.rank = int.from_bytes(message[:4], "little")
+                # A count: a rank that connects again may have two connections for a moment.
                 self._from[incoming.rank] = self._from.get(incoming.rank, 0) + 1
         return True
 
@@ -293,6 +300,8 @@ class TcpMailbox:
             elif out.socket is not None and not out.connected and now_s > out.connect_deadline_s:
                 self._drop(out)
             elif out.socket is not None and out.connected and (out.waiting or out.sending):
+                # send() runs in other threads and only queues: this thread alone changes the
+                # selector.
                 self._selector.modify(out.socket, _BOTH, out.on_ready)
 
     def _connect(self, out: _Out, now_s: float) -> None:
@@ -301,6 +310,7 @@ class TcpMailbox:
         out.socket = socket.socket(family, socket.SOCK_STREAM)
         out.socket.setblocking(False)
         with contextlib.suppress(OSError):
+            # Short messages must not wait for the acknowledgement of earlier ones (Nagle).
             out.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         out.connected = False
         out.connect_deadline_s = now_s + _CONNECT_S
@@ -320,11 +330,13 @@ class TcpMailbox:
         assert out.socket is not None
         try:
             if not out.connected:
+                # The result of the non-blocking connect().
                 if out.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     self._drop(out)
                     return
                 out.connected = True
                 out.reached = True
+                # The session comes first on each connection: a receiver accepts nothing before it.
                 out.sending = self._hello
             if events & selectors.EVENT_READ and not out.socket.recv(4096):
                 # The other side never sends: readable means closed.
@@ -365,6 +377,7 @@ class TcpMailbox:
                 self._selector.unregister(out.socket)
             out.socket.close()
         out.socket = None
+        # The rest of a message that was sent in part would be garbage on a new connection.
         out.sending = b""
         out.connected = False
         out.reached = False
@@ -407,6 +420,8 @@ def _bound(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address of this machine; port 0: any free one."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        # For a port with connections in TIME_WAIT, and for one that ReservedPort holds: on Linux
+        # several sockets may bind a port like this while none of them listens.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
     except OSError:

@@ -31,6 +31,7 @@ _BACKLOG = 64
 _CREDENTIALS = struct.Struct("3i")
 _INT_BYTES = array.array("i").itemsize
 _CONTROL_BYTES = socket.CMSG_SPACE(FDS_MAX * _INT_BYTES)
+# An error (EPIPE) instead of SIGPIPE, whose handling is up to the program.
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 _CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -101,6 +102,7 @@ class UnixStream:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(payload) - len(payload) % _INT_BYTES
                 fds.extend(array.array("i", payload[:whole]))
+        # The kernel has dropped some: the message is incomplete, and the others would leak.
         if flags & socket.MSG_CTRUNC:
             close_descriptors(fds)
             fds.clear()
@@ -207,6 +209,8 @@ def close_descriptors(fds: Iterable[int]) -> None:
 
 
 def _ready(descriptor: int, events: int, timeout_s: float) -> bool:
+    # poll() and not select(), which is limited to descriptors below 1024. Rounded up: a wait of
+    # less than 1 ms would become 0, and a loop around it would spin.
     poller = select.poll()
     poller.register(descriptor, events)
     return bool(poller.poll(math.ceil(1000 * min(max(0.0, timeout_s), _WAIT_S_MAX))))
@@ -222,6 +226,7 @@ def _lose_all() -> None:
     for stream in list(_streams):
         stream.lost = True
         with contextlib.suppress(OSError):
+            # Not shutdown(), which would end the connection of the parent, too.
             stream.close()
 
 

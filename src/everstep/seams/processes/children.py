@@ -17,6 +17,7 @@ from everstep.seams.processes.processes import portable_environment
 _PR_SET_PDEATHSIG = 1
 _NICEST = 19
 _FIRST_TO_GO = b"1000"
+# A CUDA context would take device memory from training.
 _NO_DEVICES = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -55,6 +56,7 @@ class Child:
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         command = [os.path.abspath(sys.executable), "-m", module, *arguments]
+        # The system adds up all children: a difference is right while one runs at a time.
         self._before_s = _children_s()
         self._process = subprocess.Popen(
             [*command, f"--parent={os.getpid()}"],

@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 class Condition(threading.Condition):
     """Condition that the training thread may wait for."""
 
+    # ``with`` looks these up on the class and binds them. Binding a property evaluates it, so the
+    # method that is called is that of the lock, without Python code around it.
     if not TYPE_CHECKING:
         __enter__ = property(lambda self: self._lock.__enter__)
         __exit__ = property(lambda self: self._lock.__exit__)

@@ -70,6 +70,7 @@ class PidWatch:
             self._gone = True
             return
         if self._fd is None:
+            # Without a pidfd the start time tells a later process with the same number apart.
             self._started = _start_time(pid)
             self._gone = self._started is None
 
@@ -107,6 +108,7 @@ class PidWatch:
             if self._fd is not None:
                 signal.pidfd_send_signal(self._fd, number)
             else:
+                # The number may be reused between check and call: only a pidfd excludes that.
                 os.kill(self.pid, number)
         except ProcessLookupError:
             return False
@@ -159,6 +161,8 @@ def has_file_open(pid: int, path: PurePath, identity: tuple[int, int]) -> bool:
 def _start_time(pid: int) -> str | None:
     """Return the start time of a process in kernel ticks; None if it has ended or is a zombie."""
     try:
+        # The name of the program stands in parentheses and may contain spaces and parentheses:
+        # split after the last one. State is field 3 and start time field 22 of proc(5).
         fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -213,6 +217,7 @@ def start_detached(
     try:
         return process.wait(timeout_s)
     except BaseException as error:
+        # Also after an interrupt: a half-started program must not stay.
         with contextlib.suppress(ProcessLookupError):
             # The group of its own session, including a detached child.
             os.killpg(process.pid, signal.SIGKILL)
@@ -250,6 +255,7 @@ def detach_from_parent() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if os.fork():
+        # Not sys.exit(): what runs at exit would run in both processes.
         os._exit(0)
     if not leads:  # started by hand: start_detached has made a session before
         os.setsid()

@@ -63,6 +63,7 @@ def _chosen() -> Path:
         return Path(os.path.abspath(named))
     session = os.environ.get("XDG_RUNTIME_DIR")
     if session and os.path.isabs(session) and os.path.isdir(session):
+        # After su or sudo the variable may still name the folder of another user.
         usable = os.access(session, os.W_OK | os.X_OK)
         if usable:
             return Path(session) / "everstep"

@@ -100,6 +100,7 @@ class SignalWatch:
             # Only the main thread may change handlers; ours acts as the previous ones from now.
             return
         for number, earlier in self._earlier.items():
+            # Not ``is``: each access to the attribute makes another bound method.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, earlier)
 
@@ -125,5 +126,7 @@ class SignalWatch:
         if callable(earlier):
             earlier(number, frame)
         elif earlier == signal.SIG_DFL:
+            # The default action cannot be called: install it and send the signal again, so that the
+            # exit status names the signal.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -37,6 +37,8 @@ class IoThreads:
         self._count = count
         self._name = name
         self._lock = threading.Lock()
+        # A list that the threads share. With a reference to this object they would keep it from
+        # being garbage-collected.
         self._ended = [0]
         self._begin()
 

@@ -25,6 +25,7 @@ WHOLE = "whole"
 """Text of a placement that is not sharded."""
 _RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/(\d{1,9}))?)?", re.ASCII)
 _KIND = re.compile(r"replicate|shard\(\d{1,2}\)|strided\(\d{1,2},\d{1,9}\)", re.ASCII)
+# A few bytes of an untrusted header must not expand to gigabytes of ranks.
 _RANKS_MAX = 1 << 24
 
 
@@ -249,6 +250,7 @@ def _in_runs(ranks: Sequence[int]) -> str:
         end = at + 1
         while step > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == step:
             end += 1
+        # Two ranks are shorter as a list than as a run with a step.
         if end - at < 3 and step != 1:
             end = at + 1
         last = ranks[end - 1]

@@ -174,6 +174,8 @@ class LoaderPositions:
     def resumed(self, by: Resumed | None) -> None:
         """Note that a state was restored, and the generators with it; None: training has
         continued."""
+        # Weak: after a Checkpointer was dropped, loaded positions are not those of a resume any
+        # more.
         self._resumed = (lambda: None) if by is None else weakref.ref(by)
 
     @property
@@ -234,6 +236,7 @@ class LoaderPositions:
             self._loading = before
 
     def _complete(self, owner: type) -> None:
+        # From the class's own dict, so that restoring them does not give it an inherited method.
         kept = self._classes[owner] = {name: vars(owner)[name] for name in _COMPLETED}
 
         def state_dict(loader: Any) -> dict[str, Any]:
@@ -313,6 +316,7 @@ class _Position:
             return
         self.pending = state or None
         if old is not None:
+            # Its workers fetch ahead from the position that was left.
             if hasattr(old, "_shutdown_workers"):
                 old._shutdown_workers()
             # Holders of the old iterator (a loop under way, a Trainer that made it before its
@@ -370,12 +374,15 @@ class _Position:
         if loader.num_workers == 0:
             return make(loader)
         init = loader.worker_init_fn
+        # Workers start while the iterator is made, so the function is replaced only for that long.
         loader.worker_init_fn = WorkerGenerators(init)
         try:
             iterator = make(loader)
         finally:
             loader.worker_init_fn = init
         if loader.persistent_workers:  # it begins later epochs, too
+            # Weak: the iterator will hold this function, and in a reference cycle its workers would
+            # run on until the next garbage collection.
             held = weakref.ref(iterator)
 
             def reset(loader: Any, *about: Any, **named: Any) -> None:
@@ -502,6 +509,8 @@ class _OrderCapture:
                 return self._iterate(sampler)
 
             kind = self._kind
+            # iter() looks __iter__ up in the class, so an attribute of the sampler would have no
+            # effect.
             with contextlib.suppress(TypeError):  # of a class that no object can be made another's
                 self._sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
 
@@ -561,6 +570,7 @@ class _FirstBatchCheck:
     def __call__(self) -> Any:
         iterator = self._held()
         assert iterator is not None
+        # This hook removes itself: the attribute of the instance hides the method of the class.
         del iterator._next_data
         before = RngStates.now() if self._ahead else None
         try:

@@ -51,6 +51,7 @@ class Encodings:
         forms: dict[int, list[str]] = {}
         for number, (index, parameter) in enumerate(zip(indices, parameters, strict=True)):
             live = optimizer.state.get(parameter)
+            # The usual case: torch's own state_dict() returns the live dicts themselves.
             if live is None or saved.get(index) is live:
                 continue
             given = saved.get(index, {})

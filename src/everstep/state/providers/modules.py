@@ -20,6 +20,8 @@ from everstep.state.values.tensors import tensor_entry
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 
 
+# Private names. If a version of torch renames them, loading is slower, as the hooks then count as a
+# user's.
 _FSDP2_HOOKS = (
     (
         f"{_FSDP2}._fsdp_param_group",
@@ -111,6 +113,7 @@ class ModuleProvider(Provider):
 
     def look(self) -> SectionContents:
         module = self._module
+        # A guard that fails is dropped before the inspection, which may raise an error.
         if self.proof is None or not self.proof.holds(module):
             self.proof = None
             part = self._look_at(self.collect())

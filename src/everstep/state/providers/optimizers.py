@@ -133,6 +133,7 @@ class OptimizerProvider(Provider):
 
     def look(self) -> SectionContents:
         names = self._names.as_looked_at()
+        # A guard that fails is dropped before the inspection, which may raise an error.
         if self._proof is None or not self._holds(self._proof, names):
             self._proof = None
             named = self._parameters(names)
@@ -224,6 +225,7 @@ class OptimizerProvider(Provider):
             if held is not True and name not in held:
                 parameter.grad = None
             elif has_gradient(parameter):
+                # In place: a gradient that is a view of a DDP bucket must stay one.
                 parameter.grad.detach().zero_()  # type: ignore[union-attr]
             else:  # newer versions of torch let it have a dtype of its own
                 dtype = getattr(parameter, "grad_dtype", None)

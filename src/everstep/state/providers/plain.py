@@ -72,6 +72,7 @@ class Occurrences:
             return False
         if is_lazy(tensor) or tensor.layout is not torch.strided or not self.is_alone(tensor):
             return False
+        # A stride of 0 means an expanded tensor, several elements of which share one place.
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         if tensor.is_conj() or tensor.is_neg() or any(n > 1 and not step for n, step in sizes):
             return False
@@ -83,6 +84,7 @@ class Occurrences:
         elif isinstance(value, (dict, list, tuple)) and depth < MAX_DEPTH:
             self._objects[id(value)] += 1
             items = value.values() if isinstance(value, dict) else value
+            # Long lists of numbers are not walked item by item.
             if not _IMMUTABLE.issuperset(map(type, items)):
                 for item in items:
                     self._walk(item, depth + 1)
@@ -278,6 +280,8 @@ class RngProvider(Provider):
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         try:
             return restore_rng(tree)
+        # The saved state is not trusted: random, NumPy and torch raise any of these if it is
+        # malformed.
         except (
             ArithmeticError,
             AttributeError,

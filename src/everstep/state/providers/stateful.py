@@ -66,6 +66,7 @@ class StatefulProvider(Provider):
         tree = self._value.state_dict()
         if self._pending is not None:
             loaded, returned = self._pending
+            # As long as the object returns the same state, it has not applied the loaded one yet.
             if same_values(tree, returned):
                 return loaded
             self._pending = None

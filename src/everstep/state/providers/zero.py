@@ -91,6 +91,7 @@ class ZeroProvider(OptimizerProvider):
 
     def _load(self, tree: Mapping[str, Any]) -> None:
         own = numbered(tree, self._numbers())
+        # load_state_dict() replaces the state of those parameters only that the tree has.
         self._zero.optim.state.clear()
         self._zero.load_state_dict({key: own[key] for key in ("state", "param_groups")})
         self._zero.state.clear()  # load_state_dict() makes a second copy that is never used

@@ -49,6 +49,7 @@ def reduced_parameter_ids(ddp: nn.parallel.DistributedDataParallel) -> set[int]:
     return {id(parameter) for name, parameter in named if name not in ignored}
 
 
+# Weak keys: a DDP that the program has dropped is not kept alive.
 _UNREDUCED: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDictionary()
 
 
@@ -96,6 +97,7 @@ def refuse_divergent_updates(state: State, gate: Callable[[str], None]) -> Calla
 
     def look(key: str) -> None:
         groups = state.optimizers[key].param_groups
+        # Looked up once, as this runs before each update; add_param_group() makes it look again.
         if (at := (key, len(groups))) not in updated:
             theirs = {id(parameter) for group in groups for parameter in group["params"]}
             updated[at] = [

@@ -117,6 +117,7 @@ class DDPBuckets(Provider):
         return RestorePlan(saved.tree)
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        # Only noted here: the rehearsal is collective, and begins after all ranks have restored.
         self._saved = tree if isinstance(tree, dict) else {}
         return []
 
@@ -342,6 +343,7 @@ def _lost_its_views(ddp: Any) -> bool:
     dividing by it.
     """
     size = ddp.process_group.size()
+    # For a power of two, division and multiplication by the reciprocal give the same bits.
     if not ddp.gradient_as_bucket_view or not size & (size - 1) or _hooks(ddp):
         return False
     gradients = (parameter.grad for parameter in ddp.module.parameters())
@@ -414,6 +416,7 @@ def _rehearse(ddp: Any, order: Sequence[int]) -> None:
         there = views and gradient is not None  # only existing gradients become views
         parameter.grad = torch.zeros_like(gradient) if there else None
     try:
+        # A program may call resume() in inference mode or without gradients.
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that all parameters are used
             start = torch.zeros((), device=ddp.device, requires_grad=True)

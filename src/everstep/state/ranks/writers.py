@@ -174,6 +174,7 @@ class WriterAssignment:
         if front in self.common.owned:
             return EntryReplicas(unit, (me,), self._held_by(self.common.owned[front]))
         together = self.common.parameters.get(unit)
+        # Step counters are plain tensors even where the moments beside them are DTensors.
         counts = name.endswith("/step") and entry.size_bytes <= _COUNTER_BYTES
         if together is None and unit != name and counts:
             together = self._on_the_mesh_of(unit)
@@ -229,6 +230,7 @@ class WriterAssignment:
             return replicas[0]
         writer = self._writers.get((replicas, share.unit))
         if writer is None:  # no parameter has these replicas: choose by the name alone
+            # Not hash(), whose values for strings differ between processes.
             writer = replicas[xxhash.xxh32_intdigest(share.unit.encode()) % len(replicas)]
         return writer
 
@@ -245,6 +247,8 @@ def balance(
     """
     loads = [((before or {}).get(rank, 0), rank) for rank in ranks]
     found = dict[str, int]()
+    # Sorted by size and name: all ranks must get the same result, and sets have another order in
+    # each process.
     for size, name in sorted(units):
         load, rank = min(loads)
         loads[loads.index((load, rank))] = (load - size, rank)

@@ -187,6 +187,8 @@ class AddressRanges:
     def meet(self, memory: Memory) -> bool:
         """Return True if any byte from the first to the last of ``memory`` is in the set."""
         begins = self._begins.get(memory.device, [])
+        # Ranges are disjoint and sorted, so the last one that begins before the end reaches
+        # farthest.
         before = bisect_left(begins, memory.end)
         return before > 0 and self._ends[memory.device][before - 1] > memory.begin
 

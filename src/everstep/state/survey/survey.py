@@ -352,6 +352,7 @@ class SurveyBuilder:
                 shape = replace(new, objects_bytes=_sizes_of(survey.objects()))
                 trees = survey.encoded()
         shape = self._resized(shape)
+        # Set at the end: after an error above the next survey compares with the previous one.
         self._known = known
         self._shape = shape
         return Survey(shape, known.tensors, trees, self._sizes)
@@ -434,6 +435,7 @@ class _TensorIndex:
             ):
                 fresh[name] = tensor
                 if was != now:
+                    # Two names had the same memory, and may now have separate ones.
                     if was in moved:
                         return False
                     moved[was] = (name, now)

@@ -152,7 +152,9 @@ class RngStates(NamedTuple):
         Args:
             devices: those of CUDA devices, too.
         """
+        # get_rng_state_all() would initialise CUDA in a process that does not use it.
         cuda = list(torch.cuda.get_rng_state_all()) if devices and cuda_in_use() else None
+        # The tuple of legacy=True exists for MT19937 only.
         numpy = np.random.get_state(legacy=False)
         return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
 

@@ -276,6 +276,7 @@ def _build_deque(parts: list[Any]) -> object:
 
 
 def _int_parts(value: int) -> list[Any]:
+    # One more bit than the magnitude, for the sign; ~value because -2**n fits where 2**n does not.
     length = (value if value >= 0 else ~value).bit_length() // 8 + 1
     return [value.to_bytes(length, "little", signed=True)]
 
@@ -283,6 +284,7 @@ def _int_parts(value: int) -> list[Any]:
 def _build_int(parts: list[Any]) -> object:
     (data,) = _take(parts, bytes)
     value = int.from_bytes(data, "little", signed=True)
+    # One encoding for each value: equal values must have equal bytes.
     if -(2**63) <= value < 2**64 or _int_parts(value) != parts:
         raise ValueError("an int takes more bytes than it needs")
     return value
@@ -297,11 +299,13 @@ def _build_array(parts: list[Any]) -> np.ndarray[Any, Any]:
     dtype = np.dtype(name) if _NUMPY_DTYPE.fullmatch(name) else None
     if dtype is None or dtype.str != name or len(shape) > _NDIM_MAX:
         raise ValueError("not a dtype, or more dimensions than arrays have")
+    # In Python's integers, which do not overflow, and before NumPy allocates anything.
     size_bytes = dtype.itemsize
     for length in shape:
         size_bytes *= length
     if size_bytes != len(data):
         raise ValueError("an array has another length than its shape and dtype say")
+    # A copy, since the memory of bytes is read-only.
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data).copy()
     if reason := _array_problem(array):
         raise ValueError(reason)
@@ -378,6 +382,7 @@ def _pieces(value: Any, packer: Any) -> Iterator[bytes]:
     yield packer.pack_array_header(len(marker) + len(parts))
     yield from map(packer.pack, marker)
     if kind in (set, frozenset):
+        # Equal sets are iterated in different orders, even within one process.
         yield from sorted(b"".join(_pieces(part, packer)) for part in parts)
     else:
         for part in parts:
@@ -400,6 +405,7 @@ class _Reader:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
+        # No valid length field exceeds the number of bytes.
         sizes = {f"max_{kind}_len": len(data) for kind in ("str", "bin", "array", "map")}
         self._tokens = msgpack.Unpacker(max_buffer_size=len(data) or 1, max_ext_len=0, **sizes)
         self._tokens.feed(data)

@@ -30,6 +30,7 @@ def find_referrers(values: Iterable[object], *kinds: type, depth: int) -> list[A
         depth -= 1
         further: list[object] = []
         for one in gc.get_referrers(*level):
+            # The list `level` refers to all of them as well.
             if one is level or id(one) in seen:
                 continue
             seen.add(id(one))

@@ -128,6 +128,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's local tensor of a DTensor; any other tensor itself."""
     if not is_dtensor(tensor):
         return tensor
+    # to_local() is differentiable, and would record an operation of the program's graph.
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local.detach()
@@ -211,6 +212,7 @@ def dtensor_over(template: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         local,
         template.device_mesh,  # type: ignore[attr-defined]
         template.placements,  # type: ignore[attr-defined]
+        # The check is a collective call, but not all ranks create the same tensors.
         run_check=False,
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),

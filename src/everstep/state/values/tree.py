@@ -58,6 +58,7 @@ def split(
             return GeneratorState(kind_of(value), encode(state_of(value), name))
         return value
     _check_depth(name, depth)
+    # join() finds references in these containers only. Tensors in others are refused as leaves.
     inside = tensors if kind in (dict, OrderedDict, list, tuple) else None
 
     def child(key: object, item: object) -> object:

@@ -96,6 +96,8 @@ def attach(
     spawn = SpawnOptions(
         str(run), run_id, rank, options.linger_s, cores=options.cores, threads=options.threads
     )
+    # A keeper that is ending writes its bases first, which may take as long as other waits for
+    # storage.
     deadline_s = clock.monotonic_s() + max(_START_S, timeout_s)
     while clock.monotonic_s() < deadline_s:
         connection, key = _connect(spawn)
@@ -207,6 +209,7 @@ def _attach_over(
     arena = _introduce(connection, arena_bytes, timeout_s, idle=idle)
     if arena is None:
         return None
+    # From the kernel, so it is the process at the other end, whatever its registration says.
     pid = connection.peer().pid
     return RemoteKeeper(connection, arena, pid, channel, clock, timeout_s=timeout_s, events=events)
 
@@ -243,6 +246,7 @@ def _introduce(
         message, fds = received
         if message.get("kind") == "welcome" and len(fds) == 1:
             try:
+                # The arena keeps a duplicate of the descriptor.
                 return Arena.attach(fds[0])
             finally:
                 close_descriptors(fds)
@@ -250,6 +254,7 @@ def _introduce(
             raise error_from_wire(message["error"])
         if not idle:
             # Another protocol version: it makes its bases durable, and closes the connection.
+            # It does so after its registration has ended: before that no new keeper can start.
             connection.send({"kind": "stop"})
             while connection.receive(timeout_s) is not None:
                 pass
@@ -280,6 +285,8 @@ def orphaned_logs(
     for info in keepers_of(run, run_id):
         if info.rank in served:
             continue
+        # Computed alike on all ranks without a message, so each keeper is read by exactly one of
+        # them.
         if served[info.rank % len(served)] != rank:
             continue
         if (recalled := _recalled(info, run, seams, timeout_s)) is not None:
@@ -333,9 +340,12 @@ def _recalled(
             _log.info("the keeper of rank %d serves another process, or is ending", info.rank)
             return None
         try:
+            # Before the recall: the timeline that this start opens will fence off bases that are
+            # still being written.
             keeper.settle(timeout_s)
             return keeper.recall(timeout_s).of_history(seams.filesystem, run)
         finally:
+            # This start may still fail; the next one then needs the same memory.
             keeper.close(stay=True)
     except EverstepError as error:
         _log.warning(

@@ -101,6 +101,7 @@ class ThreadKeeper(BaseWriter):
                     raise storage_hang_error(len(self._waiting))
                 if deadline.is_over(len(self.waiting)):
                     break
+        # Again after the loop, because a base may have failed since the last check.
         self._channel.check()
 
     def close(self, *, stay: bool = False) -> None:

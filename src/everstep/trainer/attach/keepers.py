@@ -84,6 +84,7 @@ class RankMailbox:
     def open(self, host: str, port: int) -> tuple[str, int]:
         """Open the mailbox of a keeper thread; return its address."""
         if self._mailbox is not None:
+            # Before the new one is opened, which may be given the same port.
             self._mailbox.close()
         self._mailbox = TcpMailbox(host, port)
         return self._mailbox.address
@@ -253,6 +254,7 @@ class Keepers(KeeperEvents):
         if starting is None:
             return
         try:
+            # Without a timeout: attach() has a deadline of its own.
             self._attached(starting.result())
         finally:
             if starting.done():  # otherwise the wait was interrupted, and the start continues
@@ -263,6 +265,8 @@ class Keepers(KeeperEvents):
 
     def _attached(self, remote: RemoteKeeper) -> None:
         self._remote = remote
+        # Bound to this keeper, whichever is in service later: a keeper that counts as lost may
+        # still write from its arena, so no block of it is handed out again (I1).
         self.pool = CapturePool(remote.arena, lambda: remote.lost)
         self.pool.moves = lambda: (remote.moves, remote.log_moves)
 
@@ -359,11 +363,14 @@ class Keepers(KeeperEvents):
         if self._remote is None and self.current is not None:
             self.current.close()
         if opened:
+            # It holds the bytes of timeline.json, so only a new timeline gets a new fence
+            # (adr/048).
             self._fence = Fence(terms.seams.filesystem, terms.run, timeline)
             self._channel.took_over(timeline)
             self.attempts.why_not = None
         self._job_session = job_session
         self.peer_log_step = None
+        # Before the service is replaced: the sum includes the keeper in service.
         self._past_stats = self.stats
         if opened:  # otherwise durable bases of the timeline stay valid
             self._past_stats.durable_step = None
@@ -499,6 +506,7 @@ class Keepers(KeeperEvents):
         again_there = job_session and dataclasses.replace(job_session, again=True, lost=steps)
         self.serve(timeline, job_session=again_there, opened=False)
         _log.warning("%s", lost)
+        # After the replacement: a filter may turn the warning into an exception.
         warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=6)
         if callable(self.terms.options.on_failure) and lost is not None:
             self.terms.options.on_failure(lost)
@@ -509,6 +517,8 @@ class Keepers(KeeperEvents):
         Args:
             stay: True to leave a keeper process with its memory, as if this process had crashed.
         """
+        # A keeper that is still starting must be released, too; an error of its start no longer
+        # matters.
         with contextlib.suppress(EverstepError):
             self.ready()
         if self.current is not None:

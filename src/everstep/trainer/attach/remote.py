@@ -113,6 +113,8 @@ class Silence:
         """
         if self._clock.monotonic_s() - since_s <= self.timeout_s:
             return False
+        # A message that arrived just before this line is missed, but a live keeper sends several a
+        # second, so the next one arrives within the grace period.
         self._received.clear()
         return not self._received.wait(self.grace_s)
 
@@ -191,6 +193,7 @@ class RemoteKeeper:
         self._reader = threading.Thread(
             target=self._read, name="everstep-keeper-messages", daemon=True
         )
+        # Last: the thread uses the attributes above.
         self._reader.start()
 
     @property
@@ -213,6 +216,7 @@ class RemoteKeeper:
             verified: base on disk that was just read and verified.
             job_session: place of this rank in the job; None for a single rank.
         """
+        # Set before the message is sent: statistics of this timeline may arrive right after it.
         self._timeline = timeline
         self.stats = KeeperStats()
         self.silence.message_received()  # a keeper that serves no process sends nothing
@@ -267,6 +271,7 @@ class RemoteKeeper:
         reply, fds = self._request({"kind": "recall", "own": own}, "recalled", timeout_s)
         self._recalled = self._recalled or bool(fds)
         try:
+            # The arenas keep duplicates of the descriptors.
             return recalled_from_wire(reply, [Arena.attach(fd) for fd in fds])
         finally:
             close_descriptors(fds)
@@ -282,6 +287,8 @@ class RemoteKeeper:
             KeeperError: The keeper is lost.
         """
         with self._changed:
+            # Under the lock: _lose() ends the captures that are listed, and none may be added after
+            # it.
             if self.lost is not None:
                 raise self.lost
             capture.begun = True
@@ -296,6 +303,7 @@ class RemoteKeeper:
         with self._capture_lock:
             if capture.number in self._abandoned:
                 return
+            # The keeper holds only the newest layout, and reads it when the capture is announced.
             if capture.layout not in self._layouts:
                 self._layouts.add(capture.layout)
                 layout = layout_to_wire(capture.plan)
@@ -324,7 +332,10 @@ class RemoteKeeper:
                 complete. Called in another thread, and not if the keeper is lost.
         """
         self._send_objects(capture.number, objects)
+        # Registered before the messages: the reply may arrive before this call returns.
         self._rebuilding[capture.number] = on_rebuilt
+        # Held until all messages are sent: another thread could give the number of a layout to
+        # another one.
         with self._log_layouts.lock:
             for message in assembly_to_wire(capture.number, assembly, self._log_layouts.number):
                 self._send(message)
@@ -359,6 +370,8 @@ class RemoteKeeper:
         """Report that a capture stays incomplete; ``error`` is None if it was withdrawn."""
         why = None if error is None else error_to_wire(error)
         with self._capture_lock:
+            # Under the lock, so the lane's thread announces the capture before this message or not
+            # at all.
             self._abandoned.add(capture.number)
             self._send({"kind": "abandon", "number": capture.number, "error": why})
 
@@ -373,6 +386,7 @@ class RemoteKeeper:
         """Report a log record that is complete in the arena."""
         inline = sum(map(len, objects.values())) <= OBJECT_PART_BYTES // 2
         if not inline:
+            # Negative: the keeper collects objects of captures and of records in one table.
             self._send_objects(-number, objects)
         with self._log_layouts.lock:
             self._send(
@@ -437,6 +451,7 @@ class RemoteKeeper:
         patience = WaitDeadline(self._clock, timeout_s)
         moves = ReplicaProgress(self._clock, self.silence.timeout_s)
         for message in list(self._unsent.values()):
+            # Marked as repeated: the keeper may have persisted the capture already.
             self._send({**message, "again": True})
         self._unsent.clear()
         with self._changed:
@@ -489,9 +504,11 @@ class RemoteKeeper:
         Args:
             stay: True to let it stay with its memory, as if this process had crashed.
         """
+        # Before the message: the end of the connection is expected from now on, and is no loss.
         self._closing = True
         self._send({"kind": "bye", "stay": stay or (self._recalled and not self._timeline)})
         self._reader.join(_ENDS_S)
+        # Wakes a reader that is still waiting because the keeper has not closed its side in time.
         self._connection.close()
         self._reader.join(_READER_ENDS_S)
         self._lose(None)
@@ -534,6 +551,7 @@ class RemoteKeeper:
         kind = message["kind"]
         # Statistics of another timeline belong to a session that has ended.
         if message.get("timeline") == self._timeline:
+            # Replaced and never changed, because the training thread reads it without a lock.
             self.stats = KeeperStats(**message["stats"])
             self.replica_step, self.replica_applied, self.replica_bytes = message["replica"]
         if kind == "blob":
@@ -598,6 +616,8 @@ class RemoteKeeper:
     def _end(self, number: int, error: EverstepError | None, size_bytes: int) -> None:
         """End a base that is durable or has failed. Retention may still be running."""
         with self._changed:
+            # The thread that removes the capture ends it: _lose() may run at the same time in
+            # another one.
             capture = self._writing.pop(number, None)
         if capture is None:
             return
@@ -605,6 +625,8 @@ class RemoteKeeper:
             complete(capture.save.durable, size_bytes)
         else:
             fail(capture.save.durable, error)
+        # After the outcome is set: on_end() keeps the block of a durable base and returns that of a
+        # failed one.
         capture.on_end(capture)
 
     def _lose(self, error: EverstepError | None) -> None:
@@ -621,6 +643,7 @@ class RemoteKeeper:
             self._writing.clear()
             self._waiting.clear()
             self._changed.notify_all()
+        # Without the lock: callbacks of futures and on_end() take other locks.
         self._replica_requests.lose(self.lost)
         self._events.log_on_disk(0)  # wake callers that wait for the log; they read ``lost``
         for capture in captures:

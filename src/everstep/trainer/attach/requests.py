@@ -110,6 +110,8 @@ class ReplicaRequests:
         with self._changed:
             found = [self._saves.pop(number, None) for number in numbers]
             if step is not None:
+                # Under the same lock as the removal: in between `pending` would be False, and
+                # wait() would return.
                 self._retaining.update(dict.fromkeys(numbers, step))
             self._changed.notify_all()
         # Futures are set by the caller without the lock: their callbacks may take it.
@@ -141,6 +143,7 @@ class Replies:
         Args:
             fds: file descriptors that came with it.
         """
+        # Without the lock: only the reader thread adds blobs and replies.
         message["blobs"] = self._blobs
         self._blobs = {}
         with self._changed:
@@ -150,6 +153,7 @@ class Replies:
     def forget(self, kind: str) -> None:
         """Drop a reply to an earlier request whose caller was interrupted."""
         with self._changed:
+            # The descriptors belong to no caller, and would stay open.
             _, fds = self._found.pop(kind, ({}, []))
         close_descriptors(fds)
 
@@ -175,6 +179,8 @@ class Replies:
                     lambda: kind in self._found or keeper.lost is not None,
                     still.poll_s,
                 )
+                # Tested before the loss: a reply that has arrived counts even if the keeper was
+                # lost after it.
                 if kind in self._found:
                     return self._found.pop(kind)
             if keeper.lost is not None:

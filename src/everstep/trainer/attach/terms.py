@@ -54,6 +54,7 @@ class KeeperTerms:
         self.run = run
         self.run_id = run_id
         self.ranks = ranks
+        # Rounded down, so that the arena stays within the budget.
         self.arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
         self.replica_bytes = replica_bytes
         self.log_limits = LogLimits()
@@ -134,6 +135,7 @@ class KeeperTerms:
             return None
         return {
             **self.log_limits.batch_to_wire(self.options),
+            # On separate disks no rank sees a complete base.
             "audit": self.options.audits and self.ranks.near is None,
         }
 

@@ -40,6 +40,7 @@ class LastMark:
         Later surveys write the states of random generators into the same tensors; this property
         first restores the values they had at the mark."""
         for tensor, kept in self._random:
+            # Not Tensor.copy_(), which would move the version counter that is part of the tag.
             copy_memory(tensor.data_ptr(), kept.data_ptr(), kept.nbytes)
         return self._survey
 

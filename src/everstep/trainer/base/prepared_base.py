@@ -128,6 +128,7 @@ class PreparedBase:
     def copies(self, tensors: Mapping[str, torch.Tensor]) -> PlannedCopies:
         """Return the copies that may run after the step mark, with gates and checks."""
         gated = self.gated_batches(tensors)
+        # By identity: new batches mean that samples and counters refer to other tensors.
         if self._copies is None or self._copies.batches is not gated:
             check = self.spot_check(tensors) if gated else None
             versions = self.versions(tensors) if gated else None
@@ -215,6 +216,8 @@ def prepare_base(
         for place in shard.layout.placed:
             if place.entry.name in gated_names:
                 owner = shape.owners[place.entry.name].optimizer or ""
+                # Places ascend, so the last entry of an owner decides. The gate waits for all bytes
+                # before it, too.
                 ends[owner] = offset + place.end
     return PreparedBase(
         number=number,

@@ -261,6 +261,7 @@ class Saver(Participant):
             return
         start_s = self._clock.monotonic_s()
         timeout_s = self._options.progress_timeout_s
+        # A copy of the list: the lane's thread removes captures meanwhile.
         for pending in list(self._pending):
             # State that moved to another optimizer may have been copied with that one's.
             known = pending.prepared is self._prepared and self._state.has_known_parameters(
@@ -269,6 +270,7 @@ class Saver(Participant):
             key = optimizer if known else None
             end = pending.prepared.size_bytes if key is None else pending.copies.ends.get(key, 0)
             assert pending.transfer is not None
+            # Before the update, which moves the counters itself.
             self._check_versions(pending, releases=pending.prepared.owned_by(key))
             if not pending.transfer.gate(end, timeout_s):
                 # Do not block training for ever: the update goes on, the capture is void.
@@ -302,6 +304,8 @@ class Saver(Participant):
             participant.finish_copies()
         self.gate(None)
         timeout_s = self._options.progress_timeout_s
+        # The lane runs its jobs in order: after this one, complete captures were announced to the
+        # keeper.
         if not wait_done(self._lane.run(lambda: None), timeout_s):
             raise DeadlineError(f"copying the state to host memory has hung for {timeout_s:g} s")
 
@@ -448,10 +452,13 @@ class Saver(Participant):
             self._lane.copy_now(prepared.marked_batches(survey.tensors), block)
             if copies.check is not None:
                 pending.sample = copies.check.take()
+            # On the lane, which is one queue: captures are announced in the order in which they are
+            # taken.
             self._lane.run(lambda: self._announce_capture(pending))
             pending.transfer = self._lane.submit(
                 copies.batches, block, lambda end: arena.set_progress(word, end)
             )
+            # Only now: a gate that finds the capture needs its transfer.
             self._pending.append(pending)
             if self._copies_at_mark:
                 self.gate(None)
@@ -460,6 +467,7 @@ class Saver(Participant):
             else:  # everything was copied at the mark
                 self._complete_capture(pending, block)
         except BaseException as error:
+            # The keeper does not know the capture, so nothing else returns the block.
             if not capture.begun:
                 pool.release(room)
                 raise
@@ -484,6 +492,7 @@ class Saver(Participant):
         """Encode the objects, check samples and notify the keeper; in the lane's thread, after the
         copies."""
         capture = pending.capture
+        # Until the claim the gate may fail the capture in the training thread.
         claimed = notified = False
         try:
             assert pending.transfer is not None
@@ -507,6 +516,8 @@ class Saver(Participant):
             failpoint("capture.after_captured")
             complete(capture.save.staged, None)
         except BaseException as error:
+            # A claim of this thread is taken back if the keeper was not notified. The capture can
+            # then still fail.
             pending.outcome_claimed = pending.outcome_claimed and (notified or not claimed)
             self._fail_capture(pending, error)
             if not isinstance(error, Exception):
@@ -533,6 +544,7 @@ class Saver(Participant):
                     pending.versions_at_mark, pending.released
                 )
             pending.released |= releases
+            # Once an update of every entry was allowed, a moved counter proves nothing.
             pending.checked = len(pending.released) == len(pending.prepared.gated)
         return pending.overwritten
 

@@ -76,6 +76,8 @@ def bounds_of(
 def _base_bytes(shape: Shape, ranks: RankInfo) -> int:
     identity = ShardIdentity("0" * 32, 0, 0, 0, ranks.rank, ranks.world, True)
     files = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes)
+    # A layout is used again while objects grow by less than this (state/survey/survey.py), so a
+    # base may exceed its plan.
     drift = sum(max(_DRIFT_BYTES, n // _DRIFT_SHARE) for n in shape.objects_bytes.values())
     marker = _RECORD_BYTES * max(1, len(files))
     # The marker, and the manifest, which contains the markers of all ranks.
@@ -176,6 +178,7 @@ class DayMeter:
 
     def last_day_bytes(self, now_s: float) -> int:
         """Return the growth in the last day, plus at most ten minutes."""
+        # The slot that began before the day stays, so that no byte of the day is missed.
         while len(self._slots) > 1 and self._slots[1][0] <= now_s - DAY_S:
             self._slots.popleft()
         return self._total - self._slots[0][1] if self._slots else 0

@@ -71,6 +71,8 @@ class _ExpectedEntries:
                     if inner is optimizer and not self._writes(parameter):
                         continue  # another rank writes it
                     local = local_tensor(parameter)
+                    # One trial per group, shape and dtype: a trial for each parameter would give
+                    # the same.
                     form = number, local.shape, local.dtype
                     if form not in known:
                         known[form] = _kept(type(inner), group, local)

@@ -55,6 +55,7 @@ def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -
     Raises:
         OutOfSpaceError: The method needs more.
     """
+    # Each process sees the available memory of the entire machine.
     budget = options.budget.host_bytes or memory_available_bytes() // (2 * ranks_here)
     times = _bases_at_once(options)
     if options.method.base != "sync" and budget < times * state_bytes:
@@ -107,6 +108,7 @@ def bases_in_flight_max(options: Options, state_bytes: int) -> int | None:
     """
     if options.budget.host_bytes is not None or options.is_scheduled:
         return None
+    # Each base in flight needs a progress word.
     return min(PROGRESS_WORDS, max(_IN_FLIGHT_MIN, _QUEUE_BYTES // max(1, state_bytes)))
 
 
@@ -175,6 +177,8 @@ def check_multistep_budget(
     parts = options.method.parts
     if not isinstance(parts, int):
         return
+    # Part i of n, a share of 1/n, needs its gradients of the n - i steps after it: in all (n - 1) /
+    # 2 times the gradients of a step.
     need = state_bytes + gradient_bytes * (parts - 1) // 2
     if host_bytes < need:
         fit = 1 + 2 * max(0, host_bytes - state_bytes) // max(1, gradient_bytes)

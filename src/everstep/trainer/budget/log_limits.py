@@ -117,6 +117,8 @@ class LogLimits:
         """
         if not self.arena_bytes:
             return None
+        # Inverse of log_budget_bytes(): the smaller arena for which one of its two terms reaches
+        # log_bytes.
         arena_bytes = min(log_bytes + 2 * self.state_bytes, 2 * log_bytes + self.state_bytes + 1)
         return -(-self.host_bytes * arena_bytes // self.arena_bytes)
 

@@ -88,6 +88,8 @@ class FirstBatches(Participant):
         _observe()
         for fetches in self._made:
             if (iterator := fetches.iterator()) is not None:
+                # The attribute of the instance hides the method of its class. Without it the method
+                # runs again.
                 vars(iterator).pop("_next_data", None)
                 if fetches.gave:
                     self._check_position(iterator, fetches.loader())
@@ -217,6 +219,7 @@ class FirstBatches(Participant):
             if parameter.requires_grad
         )
         found = (parameter.grad for parameter in islice(trained, _EXAMINED))
+        # A backward makes a new gradient, or adds to the present one and moves its counter.
         return [(0, 0) if grad is None else (id(grad), grad._version) for grad in found]
 
 
@@ -236,6 +239,8 @@ class _Fetches:
     def __init__(
         self, iterator: Any, loader: Any, to: FirstBatches, before: RngStates, *, ahead: bool
     ) -> None:
+        # Weak: the iterator holds this object, and a cycle would delay its end, which stops its
+        # worker processes.
         self.iterator = weakref.ref(iterator)
         self.loader = weakref.ref(loader)
         self.gave = False
@@ -243,6 +248,7 @@ class _Fetches:
         self._to = to
         self._before = before
         self._made = RngStates.now()
+        # -1: the batch that is fetched ahead is no sign that one was skipped.
         self._fetched = -ahead
         iterator._next_data = self
 
@@ -261,11 +267,13 @@ class _Fetches:
         return type(iterator)._next_data(iterator)
 
 
+# Weak: this module must not keep a Checkpointer alive that was dropped without close().
 _observers = weakref.WeakSet[FirstBatches]()
 _original = _BaseDataLoaderIter.__init__
 
 
 def _init(iterator: Any, loader: Any) -> None:
+    # Before the constructor, which draws a seed for the workers.
     before = RngStates.now()
     _original(iterator, loader)
     for observer in list(_observers):

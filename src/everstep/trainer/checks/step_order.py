@@ -80,6 +80,7 @@ class PendingGradients:
         def look(*_: object) -> None:
             self._examine(key)
 
+        # It only observes, so it may run after the last hook of the log (update_hooks._is_last).
         look.looks_on = True  # type: ignore[attr-defined]
         self._updates.handles.append(optimizer.register_step_pre_hook(look))
         self._hooked.add(key)
@@ -121,6 +122,7 @@ class _Gradient:
             if found is not None and not _is_zero(found):
                 return cls(
                     parameter=parameter,
+                    # Weak: a reference would keep the memory of the gradient after zero_grad().
                     tensor=weakref.ref(found),
                     versions=_versions(found),
                     step=step,
@@ -150,6 +152,7 @@ def _versions(gradient: torch.Tensor) -> tuple[int, int]:
 
 def _is_zero(gradient: torch.Tensor) -> bool:
     own = local_tensor(gradient.detach())  # local: a collective call would wait for other ranks
+    # Waits for the device; called only around steps without an update.
     return own.layout == torch.strided and not bool(own.any())
 
 

@@ -99,6 +99,7 @@ class UntrackedOptimizers:
         # By id: number of groups, whether the state saves the optimizer, and a weak reference.
         self._others: dict[int, tuple[int, bool, object]] = {}
         self._untracked: dict[int, tuple[_Untracked, object]] = {}
+        # The layout is compared by identity; the reference keeps its id from being reused.
         self._layout: object = None  # layout of the state at the last classification
         self._hooked = self._is_started = False
 
@@ -136,6 +137,7 @@ class UntrackedOptimizers:
         if self._is_within_ours:
             self._updates.within = True  # no log can repeat the outer update, either
         else:
+            # It has no key in any plan of copies, so the gate waits for all of them.
             self._gate(None)
         if not self._hooked:  # the new hook is called after this very step, too
             self._hooked = True
@@ -254,6 +256,7 @@ def is_held(wanted: object, state: State) -> bool:
         elif isinstance(one, types.FunctionType):  # not its globals
             held = [*(one.__closure__ or ()), *(one.__defaults__ or ())]
         else:
+            # By the garbage collector: attribute access could run code of the program.
             held = gc.get_referents(one)[:_ITEMS_MAX]
         for inner in held:
             if inner is wanted:

@@ -55,6 +55,7 @@ def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> li
         OptionError, UnavailableError: A place is invalid, or is inside of another one.
         StorageError: A place cannot be reached.
     """
+    # As written and with links followed: either way one place may lie inside another.
     _refuse_overlap([run, *(PurePath(one.where) for one in tiers)])
     _refuse_overlap([_followed(run), *(_followed(PurePath(one.where)) for one in tiers)])
     places = [open_tier(one.where, seams.filesystem, clock=seams.clock) for one in tiers]

@@ -23,6 +23,7 @@ def shared_options(options: Options) -> dict[str, str]:
     """
     every = options.every
     log = options.log
+    # Options of a rank's link get one value here, so that they neither differ nor hide a preset.
     method = replace(options.method, **_LINK_OPTIONS)
     named = next((name for name, one in presets.items() if one == method), None)
     when = "auto" if every.auto else every.steps

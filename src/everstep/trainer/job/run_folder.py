@@ -196,6 +196,7 @@ def _open_copies(
         except EverstepError as error:
             failed = error
             problem = error.message
+        # In both rounds, even after an error: the other ranks wait for this message.
         results = exchange("open the places for copies", {"problem": problem})
     if failed is not None:
         raise failed
@@ -234,6 +235,7 @@ def _find_disks(
         exchange(purpose, {})  # a barrier: all files exist after it
         names = {entry.name for entry in filesystem.scan(run)}
         seen = [other for other in range(world) if _probe(name, other) in names]
+        # A barrier, too: after it every rank has looked, and the file may be removed.
         found = exchange(purpose, {"seen": min(seen, default=rank)})
     finally:
         remove_if_there(filesystem, mine)
@@ -241,4 +243,5 @@ def _find_disks(
 
 
 def _probe(name: str, rank: int) -> str:
+    # The name is of this start, so a file left by a killed one is not mistaken for a rank.
     return f"run.{name}-{rank:05d}{TEMPORARY_SUFFIX}"

@@ -105,6 +105,7 @@ class JobStart:
             found = self._exchange(purpose, mine)
             self._refuse_failed(found, request.run)
             refuse_other_calls(found, self._info.rank)
+            # Every rank has sent a random name; that of rank 0 names this start.
             session = found[0]["name"]
             # From here on the mailbox accepts messages of this start only.
             mailbox.open(

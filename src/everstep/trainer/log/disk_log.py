@@ -57,6 +57,7 @@ class DiskLog:
         self._unwritten_marks.clear()
         self._pending_bases.clear()
         if keeper is not None and self._wanted and not self.on:
+            # A new keeper begins with a log on disk; this one continues a log in memory.
             keeper.log_to_disk(False)
 
     def reached(self, number: int) -> None:
@@ -67,6 +68,8 @@ class DiskLog:
                 no further record will be written.
         """
         with self._changed:
+            # ENDED exceeds every number, so has() is True from then on. 0 only wakes the waiting
+            # threads.
             self._reached = max(self._reached, number)
             self._written = number if number not in (0, ENDED) else self._written
             self._failed = self._failed or number == ENDED

@@ -156,6 +156,8 @@ class LogMemory:
         beside_bytes = objects_bytes + RECORD_BYTES
         need_bytes = pool.rounded_bytes(size_bytes) + beside_bytes
         self.too_large = 0
+        # Without the lock: other threads change it meanwhile, and fits() tests again before the
+        # record is kept.
         held = self.kept_bytes
         relieved_to = self.relieved_to()
         if held + need_bytes > self.bytes_max // 2 and self._relieved_step() < self.durable_step:
@@ -206,6 +208,7 @@ class LogMemory:
             would take the number for one of its own records.
         """
         beside_bytes = objects_bytes + RECORD_BYTES
+        # Not under the lock: the pool calls surrender() with its own lock held.
         target.pool.charge(room, beside_bytes)
         taken = target.pool.rounded_bytes(room.size_bytes) + beside_bytes
         with self.lock:
@@ -275,6 +278,8 @@ class LogMemory:
             free: list[_StoredRecord] = []
             while self.kept and target is not None:
                 record = self.kept[0]
+                # Steps of different timelines cannot be compared. Records of an older one are
+                # needed until a base of this one is durable.
                 old = record.timeline < target.timeline and self._relieved_step() >= 0
                 unwritten = record.to_disk and not self.disk.has(record.number)
                 needed = record.step > self._relieved_step() and not old
@@ -287,6 +292,8 @@ class LogMemory:
                 if record.number <= self.covered_number:
                     self.covered_bytes -= record.taken_bytes
         if free and target is not None:
+            # Before the memory is returned: the keeper must not read a record that is being
+            # overwritten. Without the lock, because sending may block.
             target.keeper.forget_log(free[-1].number)
             for record in free:
                 target.pool.release(record.room)

@@ -46,6 +46,8 @@ class NonFiniteCheck:
         if self._collected is None:
             self.report(error)
         else:
+            # In the lane's thread; the training thread removes it. Both operations of a deque are
+            # atomic.
             self._collected.append(error)
 
     def report(self, error: NonFiniteError, *, first: bool = False) -> None:

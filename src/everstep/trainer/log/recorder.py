@@ -202,6 +202,8 @@ class Recorder(Participant):
                 elif pending.calls > 1:
                     self._add_hole(f"optimizer {key} called its closure more than once")
                 else:
+                    # In this order: after an interrupt in between the reservation ends twice, which
+                    # is harmless. In the other order its memory would be lost.
                     self._lane.run(pending.job)
                     self._pending_update = None
             finally:
@@ -290,6 +292,8 @@ class Recorder(Participant):
                     self.memory.base_failed()
             self._retry.ended(save.step, why, fine=fine)
 
+        # Last: if the base is durable already, the callback runs at once and needs all of the
+        # above.
         save.durable.add_done_callback(durable)
         self.disk.over(save.step)
 
@@ -540,6 +544,7 @@ class Recorder(Participant):
         except Exception as error:
             self._fail(EverstepError(f"internal error in the log: {error!r}", step=head.step))
         finally:
+            # A record that is kept is released by LogMemory; any other one here.
             if number is None:
                 target.release(room)
 
@@ -565,7 +570,8 @@ class Recorder(Participant):
             yield reservation
         except BaseException:
             if reservation is not None:
-                self._lane.run(reservation.give_back)  # check_copied the copies target it
+                # On the lane, after copies that may have begun to write to it.
+                self._lane.run(reservation.give_back)
             raise
 
     def _handle_no_memory(self) -> None:
@@ -580,6 +586,8 @@ class Recorder(Participant):
         """Release all records for a base that has no memory beside them; the pool calls this.
 
         Without it neither could ever continue: the base waits for memory, the log for the base."""
+        # Called with the lock of the pool held, so nothing that holds the lock of the log may call
+        # the pool.
         if self.memory.relieved_to() is not None or not self.memory.surrender():
             return False
         self._add_hole("its memory was released for a base")

@@ -275,6 +275,8 @@ class UntrackedWrites:
         return f"{name!r} was changed outside its optimizer"
 
     def _warn(self, event: str, step: int) -> None:
+        # The lane's thread warns of torn bases, the training thread of writes: only the first one
+        # is posted.
         with self._lock:
             warned = self._warned
             self._warned = True

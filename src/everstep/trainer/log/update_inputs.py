@@ -203,6 +203,8 @@ class InputReader:
             last.forms = forms
             last.layout = layout
             last.outline = None
+        # For every update, not only for new forms: the check depends on the momentum, which may
+        # change.
         if last.are_cast:
             _refuse_other_dtypes(kind, optimizer, present)
         about: dict[str, Any] = {

@@ -147,6 +147,8 @@ class WindowCopies:
             if not one.done and one.window.failed is None:
                 end = one.end if optimizer is None else one.ends.get(optimizer, 0)
                 self._gate.wait(one.window, one.transfer, end, "gate")
+        # The gradients of the update that begins now may be held as well, so one fewer of the
+        # earlier updates may still be in flight.
         self.held.gate(optimizer, keep=0 if optimizer is None else self._held_steps - 1)
 
     def prune(self) -> None:
@@ -199,6 +201,7 @@ class WindowCopies:
                 # no copy of it being submitted.
                 window.fail(as_everstep_error(error, step))
             finally:
+                # Also after a failure: no update may wait for this part any more.
                 one.done = True
 
         self.run(check)
@@ -230,6 +233,7 @@ class WindowCopies:
         Raises:
             WindowVoid: the update cannot be replayed, or there is no memory for its gradients.
         """
+        # A closure that is called again reports the same update again.
         if lsn == self._seen_lsn:
             if self._pending is not None:
                 self._pending.calls += 1  # a closure called again cannot be replayed
@@ -239,6 +243,7 @@ class WindowCopies:
         names = window.captured.get(key)
         if not names:
             return
+        # All records of a window carry the digest of the groups at its beginning.
         if not self.consumption.grouped_as_before(key):
             raise WindowVoid(f"the parameters of {key} moved to other parameter groups")
         inputs = self.consumption.look(key, names)
@@ -251,6 +256,8 @@ class WindowCopies:
             )
         room = self._reserve(window, inputs)
         update = CopiedUpdate(window.head(step, lsn), inputs.layout, room)
+        # Copies that go on during the update would be torn by an optimizer that writes to its
+        # gradients.
         held = None
         if gradients and not self.waits and not inputs.written:
             held = self._holdable(key, names)
@@ -280,6 +287,7 @@ class WindowCopies:
         if pending.held is not None:
             self.held.hold(window, pending.key, transfer, size_bytes, pending.held, pending.check)
         else:
+            # Once this returns the program may zero the gradients, or add to them.
             self._gate.wait(window, transfer, size_bytes, "gradients")
         # Before it is accounted for: the window may be found void there, and the measurement of the
         # copies must end all the same.
@@ -298,9 +306,12 @@ class WindowCopies:
             window.pool.drop_kept()  # bases kept in the arena are durable
             room = window.pool.acquire_now(size_bytes)
         if room is None:
+            # The pool of a lost keeper hands out nothing, which does not mean that the parts are
+            # too large.
             if window.keeper.lost is None:
                 self.partitioner.too_large()
             raise WindowVoid("there is no host memory left for gradients")
+        # Listed before its copies begin: if the window is abandoned, this list is what is released.
         window.rooms.append(room)
         # For device copies, pinning has touched the pages.
         end = room.offset + room.size_bytes
@@ -331,6 +342,8 @@ class WindowCopies:
         # Gradients held for several steps are less urgent than the part of the next step.
         yielding = held is not None and self._held_steps > 1
         submit = self._lane.submit_yielding if yielding else self._lane.submit
+        # The version counters are read as soon as the gradients are copied: later writes are
+        # allowed.
         progress = check.copied if check is not None else lambda end: None
         transfer = submit(Chunks(batches, self.partitioner.chunk_bytes), into, progress)
         timed = self.partitioner.timed(layout.size_bytes, yielding=yielding)
@@ -387,4 +400,6 @@ class WindowCopies:
             self.waits = True
             self.reported = error
             self._channel.post_notice(error)
+        # Later errors are the same object, by which handles_torn_base() knows that a warning was
+        # given.
         return self.reported

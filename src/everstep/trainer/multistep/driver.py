@@ -83,6 +83,8 @@ class MultistepDriver(Participant):
         self._state = state
         self._saver = saver
         self._channel = channel
+        # A forked child inherits the hooks, but not the lane or the keeper: it must not end or
+        # abandon a window of its parent.
         self._pid = os.getpid()
         self._service: Service | None = None
         self._identity: ShardIdentity | None = None  # of the last step mark
@@ -178,11 +180,14 @@ class MultistepDriver(Participant):
             self._end_window(self.window, identity)
             end.again = None  # if that one became void, the base taken now replaces it
         base = end.in_progress
+        # Read before finish(), which drops the plan.
         times_link = not single_step and base is not None and base.plan is not None
         end.finish(identity.step)
+        # The window that has just ended, or an earlier call of this step, may be that base already.
         if self.last is not None and self._is_taken(identity):
             return self.last
         self.ended = None
+        # Void windows count only in a row, which the base of one step interrupts.
         end.voids_in_row = 0
         return self._take_single_step(identity, survey, times_link=times_link)
 
@@ -196,6 +201,8 @@ class MultistepDriver(Participant):
         self.stats.close()
         self.copies.prune()
         if self.window is None:
+            # Each guard costs time in zero_grad() and in backward, so they go once nothing is in
+            # flight.
             self.copies.held.settle()
         base = end.in_progress
         if base is not None and base.end < identity.step and end.shared:
@@ -228,6 +235,8 @@ class MultistepDriver(Participant):
             if self.end.in_progress is not None:
                 self._end_at_last_mark()
         finally:
+            # No effect if it has ended above. Otherwise all ranks abandon it, since it needs a
+            # shard of each.
             if self.end.shared:
                 self._abandon_base("not all ranks can end it at the last step mark")
             self.copies.held.release()
@@ -276,6 +285,8 @@ class MultistepDriver(Participant):
         Args:
             optimizer: key of the optimizer about to update; None if anything may be updated.
         """
+        # None does not mean that something changes: finish_captures() waits for all copies this
+        # way, and retake_lost_base() needs the mark after it.
         if optimizer is not None:
             self._invalidate_mark()
         quiet = not (self._saver.copying or self.window is not None or self.copies.open)
@@ -414,6 +425,8 @@ class MultistepDriver(Participant):
             plan = base.plan if identity.step == base.begin else None
             # One rank of several takes its shard with the next keeper; one alone fails at once.
             serves = keeper is not None and (keeper.lost is None or not self.end.shared)
+            # The parts were planned for this very layout. If the state has another shape by now,
+            # this rank takes its shard in one step at the end.
             if plan is not None and plan.prepared is prepared and serves:
                 self._begin_window(base, plan, identity, survey)
             if self.window is None:
@@ -430,6 +443,7 @@ class MultistepDriver(Participant):
         assert pool is not None
         prepared = self._saver.request_base(survey, identity)
         self.last = save = base.save(identity.timeline)
+        # From here on the window completes the save, or failing_save() below; finish() must not.
         base.begun = True
         costs = self.stats.begin(len(plan.parts))
         room = None
@@ -474,6 +488,8 @@ class MultistepDriver(Participant):
         part = window.plan.parts[window.next]
         copies = window.plan.copies(part.entries, survey.tensors)
         self.copies.submit_part(window, copies, part.size_bytes)
+        # The part holds the values before the next update, so that update is the first one to
+        # replay.
         window.seen.append((window.identity.lsn, part.entries))
         for key, names in part.parameters.items():
             window.captured[key] = window.captured.get(key, frozenset()) | names
@@ -500,6 +516,7 @@ class MultistepDriver(Participant):
             if not closed and self.end.shared:
                 taken = self._take_single_step(identity)
         finally:
+            # Also if the capture has failed: callers of take() may wait for the save of this base.
             self.end.finish(identity.step, taken)
 
     def _end_at_last_mark(self) -> None:
@@ -537,12 +554,14 @@ class MultistepDriver(Participant):
         save = window.save
         prepared = window.plan.prepared
         window.identity = identity
+        # The window may end before its planned step, at save(), close() or a preemption.
         save.step = identity.step
         self.last = save
         begin = window.next + 1
         last = window.plan.last(begin)
         copies = window.plan.copies(last.entries, survey.tensors)
         self.stats.finishing(window.costs, identity.step)
+        # Made in the training thread: it samples the live tensors, which the next update changes.
         handover = Handover(window, begin, survey, fuzzy=self._options.leaves_bases_fuzzy)
 
         def ended(_: object) -> None:
@@ -609,6 +628,7 @@ class MultistepDriver(Participant):
         ours = error or StateError(f"a base over several steps was abandoned: {why}")
         fail(window.save.staged, ours)
         fail(window.save.durable, ours)
+        # A torn gradient was posted as a notice before; it must not be raised in addition.
         if error is not None and error is not self.copies.reported:
             self._channel.post(error)
         else:

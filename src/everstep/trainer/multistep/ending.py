@@ -141,6 +141,8 @@ class EndAlone:
         base = self.in_progress
         if base is not None:
             base.finish(taken)
+            # Several ranks compare with it in can_begin(): an abandoned base must not block later
+            # steps.
             base.end = base.due if step is None else step
 
     def restart(self) -> None:
@@ -196,6 +198,7 @@ class EndTogether(EndAlone):
         return step + int(max(reply["parts"] for reply in replies)) - 1
 
     def can_end(self, step: int | None) -> bool:
+        # Even if this rank cannot end there: the other ranks wait for its message.
         replies = self._job.exchange("call wait() or close()", {"step": step})
         return step is not None and all(reply["step"] == step for reply in replies)
 

@@ -43,6 +43,7 @@ from everstep.trainer.base.saver import Saver
 from everstep.trainer.multistep.window import Window
 
 _SAMPLES = 4  # elements compared of a gradient
+# Samples are compared as integers: as floats a NaN differs from itself, and -0.0 equals 0.0.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLED_GRADIENTS = 32  # gradients compared per update: views of all would take milliseconds
 
@@ -50,6 +51,7 @@ _SAMPLED_GRADIENTS = 32  # gradients compared per update: views of all would tak
 def own_their_memory(gradients: Sequence[torch.Tensor]) -> bool:
     """Return True if each gradient has memory of its own."""
     return all(
+        # A view of all of its base has the size of the storage, too: only _base shows it.
         g._base is None and g.untyped_storage().nbytes() == g.numel() * g.element_size()
         for g in gradients
     )
@@ -106,6 +108,7 @@ def _private_pool_spans() -> list[tuple[int, int]]:
         return sorted(
             (segment["address"], segment["address"] + segment["total_size"])
             for segment in segments
+            # Pool (0, 0) is that of ordinary allocations; graphs and MemPools have other ids.
             if tuple(segment["segment_pool_id"]) != (0, 0)
         )
     except (KeyError, RuntimeError):
@@ -115,6 +118,7 @@ def _private_pool_spans() -> list[tuple[int, int]]:
 def _segments() -> list[dict[str, Any]]:
     """Return the allocator's segments of all devices, without the (long) history of allocations."""
     snapshot: Any = torch.cuda.memory_snapshot
+    # Older versions of torch do not have this argument.
     if "include_traces" in inspect.signature(snapshot).parameters:
         found: Any = snapshot(include_traces=False)
     else:
@@ -191,6 +195,7 @@ def _places_of(
         name, gradient = gradients[number]
         length = gradient.numel()
         width = gradient.element_size()
+        # The others are no flat run of integers: only their version counters are compared.
         if length and gradient.is_contiguous() and not gradient.is_complex():
             stride = max(1, length // _SAMPLES)
             row = number, name, -(-length // stride), stride, begins[name] // width
@@ -267,7 +272,10 @@ class GradientCheck:
         for kind, values in self._values.items():
             sampled = self._places[kind]
             width = kind[0]
+            # view() needs a multiple of the width. Offsets are aligned, as a layout places the
+            # widest dtypes first.
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
+            # Fetched only here, in the lane's thread: training does not wait for the device.
             differs = whole[sampled.where] != values.cpu()
             if bool(differs.any()):
                 index = int(differs.nonzero()[0])
@@ -385,6 +393,7 @@ class HeldGradients:
         on_device = not all(gradient.is_cpu for _, gradient in held)
         self._copying.append(_Copying(window, key, transfer, end, gradients, on_device, check))
         for parameter, _ in held:
+            # The hook keeps the parameter alive, so no other tensor can get its id.
             if id(parameter) not in self._hooks:
                 # Runs before backward adds to the gradient.
                 hook = functools.partial(self._before_adding, parameter)
@@ -438,6 +447,8 @@ class HeldGradients:
     def _before_adding(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         for one in list(self._copying):  # another thread may remove entries meanwhile
             held = one.gradients.get(id(parameter))
+            # A gradient that the program has dropped is referred to only from here: backward makes
+            # a new one, and need not wait.
             if held is not None and parameter.grad is held:
                 self.gate()
                 return
@@ -459,6 +470,7 @@ class _ZeroGradGuard:
         self._gate = gate
         self._own = vars(owner).get("zero_grad")
         kind = Optimizer if isinstance(owner, Optimizer) else nn.Module
+        # An override may zero in place whatever set_to_none says.
         self._is_default = self._own is None and type(owner).zero_grad is kind.zero_grad
         self._zero_grad = owner.zero_grad
         vars(owner)["zero_grad"] = self
@@ -473,12 +485,14 @@ class _ZeroGradGuard:
     def remove(self) -> None:
         """Restore the owner's ``zero_grad``."""
         attributes = vars(self._owner)
+        # The program, or another Checkpointer, may have replaced it since.
         if attributes.get("zero_grad") is self:
             del attributes["zero_grad"]
             if self._own is not None:
                 attributes["zero_grad"] = self._own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # deepcopy() enters the copy of the owner in memo before it copies the owner's attributes.
         copied = memo.get(id(self._owner), self._owner)
         return types.MethodType(type(self._owner).zero_grad, copied)
 

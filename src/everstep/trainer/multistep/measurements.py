@@ -249,6 +249,7 @@ class StepTimes:
         elif gate is not None and not self._on_device:
             self._updates.append(_between(gate, now))
         if point is not None:
+            # Complete: the events of the previous mark and of the update after it.
             has_update = len(self._points) == 2
             if has_update:
                 self._passed.append([*self._points, point])
@@ -266,12 +267,15 @@ class StepTimes:
             stall_s: time training has lost so far, in seconds.
             quiet: nothing is captured in this step.
         """
+        # Forward and backward end at the first update of a step.
         if self._gate is not None or self._mark is None:
             return
         self._gate = now = self._clock.monotonic_s(), stall_s
         if not self._on_device:
             self._add_forward_backward(_between(self._mark, now), quiet=quiet)
         if not quiet:
+            # The device waits for copies in this step, so its times are not those of a step without
+            # them.
             self._points = []
         elif self._points and (point := self._moment()) is not None:
             self._points.append(point)
@@ -301,11 +305,13 @@ class StepTimes:
     def _switch_clock(self, *, device: bool) -> None:
         """Use another clock from now on."""
         self._on_device = device
+        # The host's clock does not show how long the device computes: the two must not be mixed.
         for lengths in (self._immutable, self._longer, self._updates):
             lengths.clear()
 
     def _collect_passed(self) -> None:
         """Collect the steps that the device has completed; does not wait for it."""
+        # elapsed_time() raises an error if the device has not reached both events.
         while self._passed and all(point.query() for point in self._passed[0]):
             mark, update, end = self._passed.popleft()
             if not self._on_device:

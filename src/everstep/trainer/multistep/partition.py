@@ -159,12 +159,15 @@ class Partitioner:
                 begin_s = end_s - copied_s
             self.over(timed)
             if timed.exclusive and size_bytes >= _LEAST_BYTES and end_s > begin_s:
+                # Only the lane's thread reads and writes the list; training reads the resulting
+                # number.
                 self._copies.append((size_bytes, end_s - begin_s))
                 self._stats.link_bytes_per_s = _link(self._copies)
 
         timed = TimedCopy(self._clock.monotonic_s(), ended)
         if yielding:
             self._yielding.append(timed)
+        # A copy of the list, because the lane's thread may remove entries meanwhile.
         elif under_way := list(self._yielding):
             for one in [timed, *under_way]:
                 one.exclusive = False
@@ -192,6 +195,7 @@ class Partitioner:
         link = self._stats.link_bytes_per_s
         if link is None:
             return _CHUNK_BYTES_MAX
+        # Rounded down, so that a chunk takes no longer than _CHUNK_S.
         fits = 1 << max(0, int(link * _CHUNK_S).bit_length() - 1)
         return max(_CHUNK_BYTES_MIN, min(fits, _CHUNK_BYTES_MAX))
 
@@ -226,6 +230,7 @@ class Partitioner:
         explicit = isinstance(self._options.method.parts, int)
         limit = count if explicit else self._parts_limit(units, base_bytes, arena_bytes)
         query = _CutQuery(pipeline, count, limit, held_steps, memory_s)
+        # With equal measurements another search would end with the same cut.
         if now is None or now is not self._last_cut or query != self._last_query:
             now = self._cut_again(units, query, now)
         self._last_query = query
@@ -306,6 +311,8 @@ class Partitioner:
         gradient_bytes = sum(unit.gradient_bytes for unit in units)
         limit = min(len(units), self._parts_max)
         if gradient_bytes:
+            # In n equal parts, (n - 1) / 2 times the gradients of a step are held: each part needs
+            # those of all later parts' steps.
             limit = min(limit, 1 + 2 * max(0, arena_bytes - base_bytes) // gradient_bytes)
         automatic = not isinstance(self._options.method.parts, int)
         if automatic and self._options.every.steps is not None:
@@ -343,6 +350,8 @@ class Partitioner:
             part_s=self._stats.part_s or 0.0,
             behind_update=True,
         )
+        # Noise of the measurements must not cost a new search, which takes milliseconds, at each
+        # base.
         if self._known is None or not _are_equal(now, self._known):
             self._known = now
             self._cuts.clear()
@@ -435,6 +444,7 @@ def cut_parts(units: Sequence[Unit], count: int) -> list[list[Unit]]:
     count = min(count, len(units))
     least = max(unit.size_bytes for unit in units)
     most = sum(unit.size_bytes for unit in units)
+    # Binary search for the smallest size of runs of which `count` are enough.
     while least < most:
         middle = (least + most) // 2
         if len(_runs(units, middle)) <= count:
@@ -472,6 +482,7 @@ def cut_by_shares(units: Sequence[Unit], shares: Sequence[float]) -> list[list[U
         wanted += shares[number] * whole
         last = len(units) - (count - 1 - number)  # leave a unit for each remaining run
         end = min(max(bisect_left(ends, wanted), begin + 1), last)
+        # bisect_left() has found the first end at or above the share; the one below may be closer.
         if end - 1 > begin and wanted - ends[end - 1] < ends[end] - wanted:
             end -= 1
         runs.append(list(units[begin:end]))

@@ -203,6 +203,7 @@ class WindowPlan:
             places = tuple(shard.layout.placed[at] for _, at in some)
             layouts.append((ShardLayout(places), offset))
             batches += plan_batches(ShardLayout(places), tensors, names, offset=offset)
+            # Places come in file order, so the last one of each optimizer sets the end of its gate.
             for place in places:
                 ends[owners[place.entry.name].optimizer or ""] = offset + place.end
         chunks = Chunks(batches, self.chunk_bytes)
@@ -245,6 +246,7 @@ def capturable_units(state: State, shape: Shape) -> list[Unit]:
                 continue
             entries = (entry, *dict.fromkeys(canonical(ref) for ref in references(held)))
             replayed = all(_replays(key, owners.get(e)) for e in entries)
+            # An entry belongs to one unit only. Others that share it are captured at the last mark.
             if replayed and taken.isdisjoint(entries):
                 taken.update(entries)
                 size_bytes = sum(sizes[e] for e in entries)
@@ -334,6 +336,7 @@ class WindowPlanner:
     def digest_of(self, shape: Shape) -> str:
         """Return the digest of the state's shape and of its current parameter groups."""
         consumption = self._consumption
+        # By identity: the entries stay the same object as long as the shape is the same.
         if self._digest[0] is not shape.entries or not consumption.grouped_as_before():
             self._digest = (shape.entries, state_digest(shape, consumption.regroup()))
         return self._digest[1]
@@ -400,6 +403,8 @@ class WindowPlanner:
         cut = cut_for(pool.arena.size_bytes - plain_bytes)
         if len(cut) > 1:
             base_bytes = pool.rounded_bytes(prepared.size_bytes)
+            # Two bases, because the previous one may be in the arena until this one is complete.
+            # Plain data counts against the arena, too.
             most_bytes = max(0, pool.arena.size_bytes - 2 * plain_bytes)
             wanted_bytes = min(2 * base_bytes + redo_bytes(cut), most_bytes)
             ready_bytes = self._lane.ready_bytes(tensors.values(), pool.whole)
@@ -408,6 +413,8 @@ class WindowPlanner:
                     self._lane.warm(tensors.values(), pool.whole[:wanted_bytes], pool.warm)
                 if not self._explicit:
                     cut = cut_for(max(0, ready_bytes - base_bytes))
+        # The same object means that the parts are the current ones, whose planned copies stay
+        # valid.
         if plan is None or plan.cut is not cut:
             plan = self.plan = WindowPlan(prepared, cut, self._partitioner.chunk_bytes)
         plan.copy_in(self._partitioner.chunk_bytes)

@@ -176,6 +176,8 @@ class Window:
         Raises:
             WindowVoid: one before it is missing.
         """
+        # All updates are numbered without gaps, so a gap is an update whose gradients were not
+        # copied.
         if lsn != self.lsn + 1:
             raise WindowVoid("an update was missed by the hooks")
         self.lsn = lsn
@@ -186,6 +188,7 @@ class Window:
 
     def fail(self, error: EverstepError) -> None:
         """Note an error of a copy, in any thread; the first one counts."""
+        # Without a lock: if two threads fail at once, either error makes the window void.
         self.failed = self.failed or error
 
     def check(self, identity: ShardIdentity, survey: Survey) -> None:
@@ -237,6 +240,7 @@ class Window:
         """Release the memory of the gradients together with the base, which needs them until
         it is durable."""
         self.room.others = tuple(self.rooms)
+        # Emptied, so that release_updates() does not free them while the base still needs them.
         self.rooms = []
 
     def partial_updates(self, *, all_of_them: bool) -> list[PartialUpdate]:
@@ -324,9 +328,12 @@ class Handover:
         window = self._window
         fuzzy = self._fuzzy
         timed.ended()
+        # All checks of earlier parts have ended: the lane runs its jobs in order.
         if window.failed is not None:
             raise window.failed
         failpoint("window.before_assemble")
+        # Before the message: the keeper may read the gradients from then on, even if sending fails
+        # half-way. Only the end of the base releases them.
         window.notified = True
         copies_ended = None
         if fuzzy:

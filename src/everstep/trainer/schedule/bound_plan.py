@@ -81,6 +81,7 @@ def all_at_mark(sources: Sequence[CopySource], updates: Mapping[str, int]) -> tu
     by_owner: dict[str, list[Batch]] = {}
     for source in sources:
         by_owner.setdefault(source.owner, []).append(source.batch)
+    # Larger than any event: entries whose update was not observed go last.
     last = len(by_owner) + max(updates.values(), default=0)
     order = sorted(by_owner, key=lambda owner: updates.get(owner, last))
     return tuple(Unit(0, owner, tuple(by_owner[owner])) for owner in order)
@@ -101,6 +102,7 @@ def plan_units(
     sizes: dict[torch.device, int] = {}
     units = []
     for (event, owner, duplicated), found in groups:
+        # In file order: Dispatch.admit() takes the end of the last batch as the end of the unit.
         found.sort(key=lambda pair: pair[0].begin)
         batches = tuple(batch for batch, _ in found)
         slots = tuple(_slot(batch, sizes) for batch in batches) if duplicated else ()
@@ -134,6 +136,7 @@ def allocate_duplicates(sizes: Mapping[torch.device, int]) -> tuple[Duplicates, 
             device: torch.zeros(size, dtype=torch.uint8, device=device)
             for device, size in sizes.items()
         }
+    # Host memory that is short raises a plain RuntimeError.
     except (torch.OutOfMemoryError, RuntimeError):
         return None
     speed = float("inf")

@@ -66,6 +66,7 @@ class ScheduledSaver(Saver):
         self._planned = _PlannedLane(lane, self.scheduler)
         super().__init__(options, run, state, self._planned, channel, clock, participants)
         self._can_park = state.ranks.world == 1 and not options.method.in_memory
+        # For the fields below: captures become complete in the lane's thread.
         self._parking = threading.Lock()
         self._parked: Capture | None = None  # newest complete capture
         self._of_before = False  # the parked capture is of an earlier timeline
@@ -76,8 +77,12 @@ class ScheduledSaver(Saver):
     def start(self, service: Service) -> None:
         with self._parking:
             if service.pool is not self._pool and self._parked is not None:  # its keeper is lost
+                # A lost keeper will not report the end of the capture, so its memory is released
+                # here.
                 self._parked.on_end(self._parked)
                 self._parked = None
+            # It stays until a newer one is complete, since a crash would be restored from it. It is
+            # of the earlier timeline, so it must not be persisted any more.
             self._of_before = True
             self._newest = self._persist_when_complete = None
             self._starts += 1
@@ -105,6 +110,8 @@ class ScheduledSaver(Saver):
             EverstepError: this capture, or an earlier save in the background, has failed and the
                 failure policy raises.
         """
+        # Even if nothing is parked: copies of a due base must be issued, and the step is learned
+        # from.
         self.scheduler.end_step()
         if not self._can_park or self._process is None:
             return
@@ -242,11 +249,14 @@ class ScheduledSaver(Saver):
         If another keeper is in service by now, it does not know this capture, and nothing is
         replaced.
         """
+        # First the newer capture is handed over, last the older one is released: a crash at any
+        # moment leaves one of them complete.
         service.keeper.captured(capture, objects)
         pool.drop_kept()
         complete(capture.step)
         older: Capture | None = None
         with self._parking:
+            # Under the lock: start() clears the service before another keeper comes into use.
             serves = service.keeper is self._keeper
             if serves:
                 older = self._parked
@@ -304,6 +314,8 @@ class _PlannedLane:
         self.next = None
         assert dispatch is not None
         with self._lock:
+            # Before the first unit is issued: begin() may issue all of them, and release() closes
+            # it again.
             self._open = True
         self._scheduler.begin(dispatch)
         return dispatch
@@ -320,6 +332,7 @@ class _PlannedLane:
             self._open = False
             jobs = self._jobs
             self._jobs = []
+            # Under the lock: jobs that run() gets meanwhile must not overtake these.
             for job, future in jobs:
                 self._lane.run(functools.partial(_run, job, future))
 
@@ -338,6 +351,8 @@ class _PlannedLane:
 
     def close(self) -> None:
         """See :class:`.Lane`."""
+        # Jobs that wait for copies may release memory: they must run even if nothing is issued any
+        # more.
         self.release()
         self._lane.close()
 

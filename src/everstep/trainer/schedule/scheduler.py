@@ -184,6 +184,8 @@ class Scheduler:
         bound_plan = self._bound_plan
         dispatch = Dispatch(self._lane, block, bound_plan.units, bound_plan.duplicates, over)
         self._dispatch = dispatch
+        # Older captures stay listed until they are complete, as the next update could tear them,
+        # too.
         self.open = [*(older for older in self.open if not older.complete), dispatch]
         self._measured.captures += 1
         return dispatch
@@ -205,6 +207,7 @@ class Scheduler:
         """
         event = None if optimizer is None else self._events.update(optimizer)
         start_s = time.perf_counter()
+        # A list, so that a late capture does not end the loop: the update could tear each of them.
         late = [one for one in self.open if not one.admit(optimizer, timeout_s)]
         wait_s = time.perf_counter() - start_s
         self._events.waited(event, wait_s)
@@ -213,6 +216,7 @@ class Scheduler:
     def complete(self, dispatch: Dispatch, prepared: PreparedBase, step: int) -> None:
         """Note that a capture is complete and the keeper was notified; in the lane's thread."""
         batches = batch_times(dispatch)
+        # The times of entries are computed in stats(): the next copies wait for this job.
         self._measured.tensors = functools.partial(tensor_times, prepared, batches)
         if (link := link_bandwidth(batches)) is not None:
             self._measured.links.append(link)
@@ -248,6 +252,7 @@ class Scheduler:
 
     def _reached(self, event: int) -> None:
         dispatch = self._dispatch
+        # A forked child inherits the hooks, but not the lane.
         if dispatch is not None and os.getpid() == self._pid:
             dispatch.reach(event)
 
@@ -319,6 +324,7 @@ class Scheduler:
                 plan = plan_departures(seconds, leaving, link, duplicates=False)
             else:
                 duplicates, speed = found
+                # The speed changes the predicted waits only; the slots allocated above still fit.
                 plan = plan_departures(seconds, leaving, link, duplicate_bytes_per_s=speed)
         units, _ = plan_units(plan, self._sources)
         self._measured.plans += 1
@@ -362,6 +368,7 @@ class Scheduler:
         self._tensors = tensors
         for bound_plan in self._programs.plans.values() if same else ():
             assert bound_plan.plan is not None
+            # Equal places: events, slots and ends stay valid, and only the tensors are replaced.
             bound_plan.units, _ = plan_units(bound_plan.plan, self._sources)
         if not same or self._bound_plan.plan is None:
             updates = self._bound_plan.updates

@@ -74,6 +74,7 @@ def batch_times(dispatch: Dispatch) -> list[BatchTimes]:
     for _, number in sorted(ends):
         issued_s = dispatch.issued_s[number]
         assert issued_s is not None
+        # A unit begins when it is issued, or when the one before it on the queue has ended.
         start_s = max(start_s, issued_s)
         unit = dispatch.units[number]
         arrived = dispatch.arrived_s[number]

@@ -206,6 +206,7 @@ class Cadence(Participant):
     def restored(self, restored: RestoredState) -> None:
         """Continue from a restored state; count failures if this process has not trained before."""
         resumed = restored.resumed
+        # The time since the last mark contains the restore, and is not that of a step.
         self._last_s = None
         self._base_step = resumed.step
         loaded = resumed.loaded
@@ -244,6 +245,7 @@ class Cadence(Participant):
             "free": self._in_flight is None or self._in_flight.durable.done(),
             "measured": self._samples >= FIRST_STEPS,
             "interval_steps": self.interval_steps,
+            # Plain data, as messages between ranks are encoded with msgpack.
             "wish": None if self._proposal is None else astuple(self._proposal),
         }
 
@@ -260,6 +262,7 @@ class Cadence(Participant):
         """
         every = self._options.every
         if every.seconds is not None:
+            # The time must be over on all ranks; the slowest step gives the earliest next exchange.
             since_s = min(report["since_s"] for report in reports)
             due = every.due(step, since_s)
             step_s = max(report["step_s"] or 0.0 for report in reports)
@@ -330,6 +333,8 @@ class Cadence(Participant):
         """
         if self._options.every.auto and self._in_flight is not None:
             self._beside_s.append(took_s)
+            # A base that takes longer than this must not keep the estimate of a step from being
+            # updated.
             if len(self._beside_s) < _REVIEW_STEPS:
                 return
         self._estimator.observe_step(took_s)
@@ -354,6 +359,7 @@ class Cadence(Participant):
             return False
         keeper = self._keepers.stats
         before = self._seen
+        # Totals: several bases may have ended since the last measurement, so averages are used.
         self._seen = _Seen(
             self._saver.saves,
             sum(self._saver.stall_s.values()),
@@ -415,6 +421,7 @@ class Cadence(Participant):
             )
         least = self._interval_min(step_s)
         (most, full) = self._interval_max()
+        # The log has a share of the write budget: without it, bases may be closer to each other.
         if most is not None and least > most and self._logs_to_disk:
             self._hold_log("with the bases that it needs, it would exceed the budget")
             least = self._interval_min(step_s)
@@ -449,6 +456,8 @@ class Cadence(Participant):
         if budget is None:
             return 1
         log = self._log_bytes_per_day(step_s) if self._logs_to_disk else 0.0
+        # A log that uses up the budget alone leaves nothing for bases, and the result is the
+        # maximum.
         return interval_steps_within(budget - log, self._base_bytes, step_s)
 
     def _interval_max(self) -> tuple[int | None, str]:
@@ -461,6 +470,7 @@ class Cadence(Participant):
             return None, ""
         found: list[tuple[int, str]] = []
         if self._options.method.apply != "replica":  # it drops records once applied
+            # A log that fills half of its memory requests a base by itself.
             in_memory = recorder.memory.bytes_max // 2 / self._memory_step_bytes
             found.append((max(1, int(in_memory)), "the memory of the log"))
         if self._limits.interval_bytes is not None and self._logs_to_disk:
@@ -474,6 +484,7 @@ class Cadence(Participant):
         most = self._limits.interval_bytes
         if recorder is None or most is None or not self._logs_to_disk:
             return
+        # One step in reserve: it is recorded before the base can relieve the disk.
         if recorder.stats.record_bytes - self._before_base > most - self._log_step_bytes:
             recorder.memory.half_full = True
 
@@ -484,6 +495,7 @@ class Cadence(Participant):
         if self._warned or step_s is None or budget is None:
             return
         self._warned = True
+        # Twice, since a base is requested when half of the memory is full.
         log_bytes = 2 * math.ceil(self._memory_step_bytes * least * (1 + HYSTERESIS))
         host_bytes = self._limits.host_bytes_for(log_bytes) if "memory" in full else None
         more = "" if host_bytes is None else f"Budget(host_bytes={host_bytes}) or more, "
@@ -578,6 +590,8 @@ class Cadence(Participant):
         steps = stats.log_batch_steps or self._options.log.batch_first
         batch = (steps + 1) * (self._recorded - recorded)
         written = self._meter.last_day_bytes(now_s)
+        # A segment is written at once, so the log stops before the write that would exceed the
+        # budget.
         if recorder.disk.on and written + batch > budget:
             self._hold_log(
                 f"{decimal(written)} were written within a day, and the next segment of about "

@@ -16,6 +16,7 @@ from everstep.capture.update_hooks import in_thread
 from everstep.errors import StateError
 
 _POLL_S = 1e-3
+# A call that hangs in a daemon thread must not keep the interpreter from ending.
 _LAST_CALL_S = 10.0
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -50,6 +51,8 @@ class CallGuard:
                 raise _within(name, now[0])
             if time.monotonic() - since_s > self._timeout_s:
                 raise self._waited(f"{name}()", now[0])
+            # Polled: a call that was ended by an exception in its thread might never notify a
+            # waiter.
             time.sleep(_POLL_S)
         self._now = (name, me, frame)
         # Checked last: the thread that shuts down sets the flag first, then waits for calls.
@@ -135,6 +138,7 @@ def exclusive(name: str) -> Callable[[_Function], _Function]:
         @functools.wraps(function)
         def call(self: Any, *args: Any, **options: Any) -> Any:
             calls: CallGuard = self._calls
+            # The frame of this wrapper: it is on the stack exactly as long as the call lasts.
             calls.begin(name, sys._getframe())
             try:
                 return function(self, *args, **options)

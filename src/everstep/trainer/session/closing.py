@@ -125,6 +125,7 @@ class Closing:
             return session.at.timeline > 0
         session.consensus.flush_errors()
         self._persist_parked(failed)
+        # The live state is that of no step, so a base of it would be wrong.
         if session.starter.live_state.is_mixed:
             return False
         survey = session.watch.survey_at_mark
@@ -196,6 +197,7 @@ class Closing:
                     return
             except EverstepError as error:
                 failed.append(error)
+                # Another wait would last as long, for the same storage or keeper.
                 if isinstance(error, DeadlineError) or session.parts.keepers.unavailable:
                     return
 
@@ -267,9 +269,11 @@ def finish_at_exit(
     """
     if os.getpid() != pid:
         return  # a forked child has inherited the exit handler, but owns nothing
+    # First: a daemon thread must not begin another base, and other ranks may never reply.
     abandon()
     saver = components.saver
     if stay:
+        # Copies must end before this process does; the keeper knows which captures are incomplete.
         with contextlib.suppress(EverstepError):
             saver.finish_captures()
         _report_lost_keeper(keeper, shown)
@@ -284,6 +288,8 @@ def finish_at_exit(
         except EverstepError as error:
             if not saver.is_keeper_loss(error):
                 print_line_to(shown, f"everstep: a base was lost at exit: {error}")
+            # Other errors are taken from the queue one by one; after this one the wait would hang
+            # again.
             if isinstance(error, DeadlineError):
                 break
     _report_lost_keeper(keeper, shown)

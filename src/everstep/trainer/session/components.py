@@ -115,6 +115,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     footprint = Footprint.of(options, place, state)
     memory = footprint.memory
     limits = footprint.limits
+    # After the budgets were checked: a start that they refuse leaves no run folder.
     run_id = place.open_run()
     clock = seams.clock
     channel = BackgroundChannel(
@@ -122,6 +123,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     )
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
+    # Filled below. The keepers and the saver hold this very list.
     participants: list[Participant] = []
     terms = KeeperTerms(
         options, seams, run, run_id, memory.arena_bytes, memory.replica_bytes, state.ranks

@@ -91,6 +91,7 @@ class Footprint:
         shape, is_complete = shape_after_first_update(state, state.survey().shape)
         elements, gradient_bytes = gradients_of(state.optimizers.values())
         if options.logs:
+            # Under DDP each rank records only its share of the gradients.
             gradient_bytes -= bytes_logged_elsewhere(state)
         state_bytes = base_memory_bytes(shape)
         mark_bytes = mark_memory_bytes(shape)

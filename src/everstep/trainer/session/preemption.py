@@ -103,10 +103,13 @@ class PreemptionHandler:
         now_s = self._clock.monotonic_s()
         came = self._watch.came
         name = "a signal of another rank"
+        # The time of another rank's signal is not known here: the grace period counts from now.
         since_s = 0.0
         if came is not None:
             name = came.name
             since_s = now_s - came.at_s
+        # Before the base is taken: a second signal must be able to end a process whose storage
+        # hangs.
         self._watch.pass_on()
         self.preempted = True  # even if the base fails
         _log.warning("%s: step %d is the last one; taking its base now", name, step)
@@ -137,6 +140,7 @@ def rank_vote() -> Callable[[bool], bool] | None:
 def any_rank(mine: bool) -> bool:
     """Return True if any rank passes True. A collective call of the default process group."""
     backend = str(torch.distributed.get_backend())
+    # NCCL reduces only memory of devices. Mixed backends are named as in "cpu:gloo,cuda:nccl".
     device = "cpu" if "gloo" in backend or not torch.cuda.is_available() else "cuda"
     flag = torch.tensor([int(mine)], dtype=torch.int32, device=device)
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)

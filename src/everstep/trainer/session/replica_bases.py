@@ -202,6 +202,7 @@ class ReplicaBases(Participant):
         keeper = self._keeper
         if keeper is None or not self.follows or keeper.replica_step is None:
             return
+        # Before the keeper drops it: from now on no base may be requested from the replica.
         self._off = True
         keeper.drop_replica()
         self._channel.post(

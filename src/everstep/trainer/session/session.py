@@ -113,6 +113,8 @@ class Session:
         """Restore a state, and open a timeline for it."""
         parts = self.parts
         for participant in parts.participants:
+            # Before finish_captures(), which would end a base of several steps that is undone here
+            # anyway.
             participant.go_back()
         parts.saver.finish_captures()
         if self.keeper is not None:
@@ -170,6 +172,8 @@ class Session:
             with self.parts.saver.stalled("keeper"):
                 self._replace_keeper()
         else:
+            # Without a loss, too: an interrupt may have come between a replacement and its first
+            # use.
             self._replace_keeper()
 
     def _replace_keeper(self) -> None:
@@ -227,6 +231,7 @@ class Session:
         missing. Several ranks never postpone: all of them must take a base at the same step.
         """
         postponed = busy or (self.is_alone and self.parts.keepers.lost is not None)
+        # Read before it is cleared below: a base that something required goes to disk.
         in_memory = not self._base_due and self.parts.options.stays_in_memory(self.at.step)
         self._base_due = postponed and self.is_alone
         if not postponed:

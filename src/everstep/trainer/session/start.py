@@ -49,6 +49,7 @@ class LiveStateGuard:
         try:
             yield
         except BaseException:
+            # A resume that fails before it overwrites anything leaves the state as mixed as it was.
             self.is_mixed = self.is_mixed or self._was_mixed
             raise
 
@@ -65,6 +66,7 @@ class LiveStateGuard:
                 from a damaged one before.
         """
         loaded = resumed.loaded
+        # A second touch means that the first base was given up half-way, and another one was read.
         if self.is_mixed and loaded is not None and loaded.mismatches and self._touches > 1:
             raise RecoveryError(
                 "a damaged base was read half-way into the live state, and the older base that "
@@ -73,6 +75,7 @@ class LiveStateGuard:
                 path=run,
                 hint="build the model and optimizer again, then resume",
             )
+        # A start without a base overwrites nothing, so an earlier mixture stays.
         self.is_mixed = self._was_mixed and loaded is None
 
     def check(self) -> None:

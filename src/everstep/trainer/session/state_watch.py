@@ -307,6 +307,7 @@ class StateWatch:
         """
         self.lsn_at_mark = self._updates.lsn
         self._fresh = None
+        # Its id only: a reference would keep the frames of its traceback alive.
         self._handled = id(sys.exc_info()[1])
         self._updates.failed = self.changing = False
         self.last_mark = None
@@ -324,6 +325,7 @@ class StateWatch:
 
     def _watch_all(self, survey: Survey) -> None:
         """Remember the versions of all tensors, to detect writes after this mark."""
+        # The states of random generators are left out: each survey copies them again.
         if survey.tensors is not self._tensors or self._all is None:
             tensors = survey.tensors.items()
             self._all = WatchedTensors(
@@ -351,6 +353,7 @@ class StateWatch:
     def begin_change(self) -> None:
         """Wait for copies in flight, before a change that no optimizer makes (I1)."""
         self._refuse_during_replay()
+        # Before the wait: a save() in a signal handler must not take the state from here on.
         self.changing = True
         self._gate(None)
 
@@ -415,6 +418,7 @@ class StateWatch:
             )
 
 
+# Frames are compared by their code: every module runs that of nn.Module, whatever its class.
 _FORWARD = frozenset((nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__))
 _BACKWARD = frozenset((torch.autograd.backward.__code__, torch.autograd.grad.__code__))
 
@@ -449,6 +453,7 @@ def _position(frame: FrameType | None, handlers: frozenset[CodeType]) -> str:
 
 def _position_of_error(error: BaseException | None) -> str:
     """Return a description of the position where an exception, being handled, left the step."""
+    # It may have interrupted any instruction, so its traceback does not show how far the step was.
     if isinstance(error, KeyboardInterrupt):
         return "after a KeyboardInterrupt"
     trace = None if error is None else error.__traceback__

@@ -79,6 +79,7 @@ class StepConsensus:
         """Begin anew after all ranks have started at the same step."""
         self._next_step = 0
         self._voted_step = -1
+        # A vote in flight is of no use any more. The group completes it before its next exchange.
         self._any_needs = None
         self._nonfinite.clear()
 
@@ -148,17 +149,21 @@ class StepConsensus:
         """Exchange messages if ``step`` is a step for it; return (False, False) otherwise."""
         if not (self._logs or self._timed) or self._job is None or self._next_step is None:
             return False, False
+        # The end of the step has failed after its exchange, and _participating() calls a second
+        # time.
         if step <= self._voted_step:
             return False, False
         # Before anything can fail: a rank that takes part twice would be one message ahead.
         self._voted_step = step
         vote = self._any_needs
         self._any_needs = None
+        # Waited for even before an exchange: gloo matches collective calls by their order.
         needed_before = vote is not None and vote()
         if step < self._next_step and not needed_before:
             if self._logs:
                 self._any_needs = self._job.begin_any(f"end step {step}", self._needs_base_now)
             return False, False
+        # If the exchange fails below, all ranks make another one at the next step.
         self._next_step = step + 1
         bad = self._nonfinite.popleft() if self._nonfinite else None
         self._nonfinite.clear()
