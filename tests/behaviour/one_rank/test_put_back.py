@@ -114,7 +114,7 @@ def backup(served: Bench, tmp_path: Path) -> Path:
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("second", [1, 3, 5])
-@pytest.mark.parametrize("method", ["logged", "lazy"])
+@pytest.mark.parametrize("method", ["logged", "lazy", "gemini"])
 def test_a_keeper_that_hears_of_it_lets_go_of_what_it_has(
     method: str, second: int, served: Bench, backup: Path
 ) -> None:
@@ -127,7 +127,7 @@ def test_a_keeper_that_hears_of_it_lets_go_of_what_it_has(
     assert again[found] == states[found]
 
 
-@pytest.mark.parametrize("method", ["logged", "lazy"])
+@pytest.mark.parametrize("method", ["logged", "lazy", "gemini"])
 def test_what_a_keeper_has_that_did_not_hear_of_it_is_left_out(
     method: str,
     served: Bench,

@@ -85,14 +85,19 @@ class KeeperContents:
         this keeper, the same timeline numbers were opened again. A base of one history with the log
         of the other would be a state that never existed.
         """
-        others = [
-            number
-            for number, record in self.served.items()
+
+        def is_other(number: int, record: bytes) -> bool:
             # A record that is missing or cannot be read (None) does not prove another history.
-            if timeline_bytes(filesystem, run, number) not in (None, record)
-        ]
+            return timeline_bytes(filesystem, run, number) not in (None, record)
+
+        # Each copy carries the record of its timeline: the keeper need not have served it.
+        copies = tuple(
+            copy for copy in self.copies if not is_other(copy.marker.timeline, copy.record)
+        )
+        mine = replace(self, copies=copies)
+        others = [number for number, record in self.served.items() if is_other(number, record)]
         if not others:
-            return self
+            return mine
         # Later timelines of the keeper descend from this one, even if their numbers are still free
         # in this folder.
         first = min(others)
@@ -104,7 +109,7 @@ class KeeperContents:
         )
         base = None if self.base is None or self.base.id.timeline >= first else self.base
         records = tuple(record for record in self.records if record.head.timeline < first)
-        return replace(self, base=base, records=records)
+        return replace(mine, base=base, records=records)
 
     @property
     def newest(self) -> HeldBase | None:
