@@ -27,7 +27,7 @@ from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.run.folder import open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams, failpoints
-from everstep.seams.network.sockets import close_descriptors, connect_stream
+from everstep.seams.network.sockets import PeerProcess, close_descriptors, connect_stream
 from tests.support.serving import OBJECT, Bench, Hand, Place, bench, contents_of, oracle
 from tests.support.world import Gate, HookedFileSystem
 
@@ -505,6 +505,29 @@ def test_attaching_twice_is_no_way_out(b: Bench) -> None:
     b.turn(6)
     assert b.server.trainer is None
     assert recalled(b)[1] == oracle(one.plans[1])
+
+
+def test_a_trainer_that_cannot_be_watched_stays_attached(
+    b: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel shows process id 0 for a trainer in another PID namespace."""
+    monkeypatch.setattr(Connection, "peer", lambda self: PeerProcess(0, os.getuid()))
+    one = b.trainer()
+    one.serve()
+    one.take(1, 5)
+    one.await_("done")
+    b.guest().send({"kind": "look", "protocol": PROTOCOL})
+    other = b.guest()
+    other.send({"kind": "attach", "protocol": PROTOCOL, "idle": True})
+    b.turn(4)
+    answer = other.receive(0.0)
+    assert answer is not None
+    assert answer[0]["kind"] == "refused"
+    assert b.server.status()["trainer"] == 0
+    one.take(2, 6, offset=BASE, word=1)
+    b.until(lambda: b.held() == 6, "the next base")
+    one.die()
+    assert b.server.status()["trainer"] is None
 
 
 def test_another_protocol_is_refused_and_may_ask_to_stop(b: Bench) -> None:

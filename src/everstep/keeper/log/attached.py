@@ -53,6 +53,13 @@ class AttachedTrainer:
         except (EverstepError, OSError):
             self.unreachable = True
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the process has ended or can no longer be reached."""
+        # Process id 0: the process is in another PID namespace and cannot be watched. Only the end
+        # of its connection tells that it has ended.
+        return self.unreachable or (self.watch.pid != 0 and self.watch.ended())
+
     def send_progress(self) -> None:
         """Send an empty chunk to a process that waits for a reply, so that its timeout starts
         again.

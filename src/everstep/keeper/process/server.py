@@ -141,11 +141,7 @@ class Server:
         self.connections.tick()
         self._presence.refresh()
         trainer = self.trainer
-        # Process id 0: the trainer is in another PID namespace and cannot be watched. Only the end
-        # of its connection tells that it has ended.
-        if trainer is not None and (
-            trainer.unreachable or (trainer.watch.pid and trainer.watch.ended())
-        ):
+        if trainer is not None and trainer.has_ended:
             self._lose_trainer(trainer)
             return
         if not self._ending and not self._presence.check(trainer, self._has_only_copy):
@@ -236,7 +232,7 @@ class Server:
         """Send the contents of memory to a process that only reads them."""
         trainer = self.trainer
         # A dead trainer first: its last messages may announce a complete capture.
-        if trainer is not None and (trainer.unreachable or trainer.watch.ended()):
+        if trainer is not None and trainer.has_ended:
             self._lose_trainer(trainer)
             trainer = self.trainer
         if message.get("protocol") != PROTOCOL:
@@ -254,7 +250,7 @@ class Server:
         """
         trainer = self.trainer
         # ``idle``: attach only if no live trainer is attached.
-        busy = message.get("idle") and trainer is not None and not trainer.watch.ended()
+        busy = message.get("idle") and trainer is not None and not trainer.has_ended
         if busy or message.get("protocol") != PROTOCOL:
             connection.send(
                 {"kind": "refused", "version": self._version, "protocol": PROTOCOL, "error": None}
