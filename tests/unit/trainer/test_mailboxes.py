@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -196,6 +197,45 @@ def test_strangers_are_few(boxes: list[TcpMailbox], monkeypatch: pytest.MonkeyPa
     finally:
         for one in strangers:
             one.close()
+
+
+def out_of_descriptors(*_: object) -> socket.socket:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_without_descriptors_a_connected_rank_is_still_heard(
+    boxes: list[TcpMailbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(boxes, "s", "s", "s")
+    boxes[1].send(0, b"before")
+    assert boxes[0].receive(DEADLINE_S) == b"before"
+    with monkeypatch.context() as patch:
+        patch.setattr(mailbox.socket, "socket", out_of_descriptors)
+        boxes[0].send(2, b"later")
+        boxes[1].send(0, b"meanwhile")
+        assert boxes[0].receive(DEADLINE_S) == b"meanwhile"
+        boxes[1].send(0, b"and again")
+        assert boxes[0].receive(DEADLINE_S) == b"and again"
+    assert boxes[2].receive(DEADLINE_S) == b"later"
+
+
+def test_without_descriptors_connections_are_accepted_later(
+    boxes: list[TcpMailbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread does not spin meanwhile."""
+    tried_s: list[float] = []
+
+    def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+        tried_s.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    opened(boxes, "s", "s")
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", accept)
+        boxes[1].send(0, b"well")
+        until(lambda: len(tried_s) > 1)
+    assert tried_s[1] - tried_s[0] > 0.1
+    assert boxes[0].receive(DEADLINE_S) == b"well"
 
 
 def test_a_forked_child_leaves_the_connections_to_its_parent(boxes: list[TcpMailbox]) -> None:

@@ -137,6 +137,7 @@ class TcpMailbox:
         self._woken, self._wakes = socket.socketpair()
         self._woken.setblocking(False)
         self._wakes.setblocking(False)
+        self._accepts_at_s: float | None = None  # set while accepting is paused
         self._closing = False
         self._thread: threading.Thread | None = None
         _mailboxes.add(self)
@@ -217,6 +218,7 @@ class TcpMailbox:
         while not self._closing:
             try:
                 self._drop_strangers()
+                self._listen_again()
                 self._connect_all()
                 # Returns at least this often: retries and the time limit of strangers need no
                 # event.
@@ -231,11 +233,26 @@ class TcpMailbox:
 
     def _accept(self, _: Any, events: int) -> None:
         assert self._selector is not None
-        with contextlib.suppress(OSError):
+        try:
             connected, _peer = self._listener.accept()
             connected.setblocking(False)
-            self._in[connected] = _In(time.monotonic())
             self._selector.register(connected, selectors.EVENT_READ, self._read)
+        except BlockingIOError:  # the other side has given up
+            return
+        except OSError:
+            # Mostly for lack of descriptors. The connection stays in the listener's queue, so the
+            # selector would return at once, for ever: leave the listener out of it for a while.
+            self._selector.unregister(self._listener)
+            self._accepts_at_s = time.monotonic() + _TRY_AGAIN_S
+            return
+        self._in[connected] = _In(time.monotonic())
+
+    def _listen_again(self) -> None:
+        """Resume accepting after a pause."""
+        assert self._selector is not None
+        if self._accepts_at_s is not None and time.monotonic() >= self._accepts_at_s:
+            self._accepts_at_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _drop_strangers(self) -> None:
         """Close connections that do not send the session in time, or that are too many. They are no
@@ -307,22 +324,19 @@ class TcpMailbox:
     def _connect(self, out: _Out, now_s: float) -> None:
         assert self._selector is not None
         family = socket.AF_INET6 if ":" in out.address[0] else socket.AF_INET
-        out.socket = socket.socket(family, socket.SOCK_STREAM)
-        out.socket.setblocking(False)
-        with contextlib.suppress(OSError):
-            # Short messages must not wait for the acknowledgement of earlier ones (Nagle).
-            out.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        out.connected = False
         out.connect_deadline_s = now_s + _CONNECT_S
         out.on_ready = lambda _, events: self._write(out, events)
         try:
+            out.socket = socket.socket(family, socket.SOCK_STREAM)
+            out.socket.setblocking(False)
+            with contextlib.suppress(OSError):
+                # Short messages must not wait for the acknowledgement of earlier ones (Nagle).
+                out.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             out.socket.connect(out.address)
         except BlockingIOError:
             pass
-        except OSError:
-            out.socket.close()
-            out.socket = None
-            out.retry_at_s = now_s + _TRY_AGAIN_S
+        except OSError:  # also for lack of descriptors
+            self._drop(out)
             return
         self._selector.register(out.socket, _BOTH, out.on_ready)
 
