@@ -155,7 +155,7 @@ def watermark_before_every_disk_has_the_manifest(patch: pytest.MonkeyPatch) -> N
     real = Coordinator._moved
 
     def early(self: Coordinator, base: BaseId) -> Any:
-        self._kept[base].update(self.cluster.leaders)
+        self._acknowledged[base].update(self.cluster.leaders)
         return real(self, base)
 
     patch.setattr(Coordinator, "_moved", early)
@@ -229,7 +229,7 @@ def name_of_the_run_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 def timeline_in_vain_hides_all(patch: pytest.MonkeyPatch) -> None:
     """A timeline on which nobody has trained counts, though what it forked from is gone."""
-    patch.setattr(lineage, "_is_void", lambda record, there, used: False)
+    patch.setattr(lineage, "_is_void", lambda *_: False)
 
 
 BUGS: dict[str, tuple[Bug, tuple[str, ...]]] = {
