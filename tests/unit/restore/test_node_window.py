@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from everstep.arena.memory import Arena
 from everstep.errors import EverstepError
 from everstep.restore.fetch import node_window
 from everstep.restore.fetch.node_window import NodeWindow
@@ -236,19 +237,34 @@ def test_only_the_same_bytes_are_taken() -> None:
         ranks[0].take(0, SOURCE, 0, memoryview(bytearray(PART)), PART, no_reads)
 
 
-def test_what_changes_while_it_is_taken_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["after the look", "before the copy"])
+def test_what_changes_while_it_is_taken_is_read_anew(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another rank that has given up waiting for this one uses the slot for the next cell."""
-    store, copyto = Store(), np.copyto
+    store, copyto, progress = Store(), np.copyto, Arena.progress
     with windows(2, wait_s=SHORT_S) as ranks:
         store.take(ranks[0], 0)
 
-        def slowly(target: np.ndarray, source: np.ndarray) -> None:
-            monkeypatch.setattr(node_window.np, "copyto", copyto)
+        def reuse() -> None:
+            monkeypatch.undo()
             for cell in range(1, 17):
                 store.take(ranks[0], cell)
+
+        def slowly(target: np.ndarray, source: np.ndarray) -> None:
+            reuse()
             copyto(target, source)
 
-        monkeypatch.setattr(node_window.np, "copyto", slowly)
+        def look(arena: Arena, word: int) -> int:
+            found = progress(arena, word)
+            if word == node_window.RANKS_MAX:  # that of the first slot
+                reuse()
+            return found
+
+        if moment == "before the copy":
+            monkeypatch.setattr(node_window.np, "copyto", slowly)
+        else:
+            monkeypatch.setattr(Arena, "progress", look)
         store.take(ranks[1], 0)
         assert store.reads == [*range(17), 0]
 

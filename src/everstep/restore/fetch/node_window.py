@@ -231,7 +231,7 @@ class NodeWindow:
             if held == at:
                 # A copy that does not fit is not awaited: this rank reads for itself and leaves no
                 # copy.
-                return self._copied(slot, source, begin, buffer) or None
+                return self._copied(at, source, begin, buffer) or None
             if held > at:  # the other ranks are past it
                 return None
             waiting = self._ranks_before(held)
@@ -254,10 +254,10 @@ class NodeWindow:
             look_s = min(2 * look_s, _LOOK_S_MAX)
         return None
 
-    def _copied(self, slot: int, source: bytes, begin: int, buffer: memoryview) -> bool:
-        """Copy from a slot; return True if it had all wanted bytes and kept them during the
-        copy."""
-        word = self._arena.progress(RANKS_MAX + slot)
+    def _copied(self, at: int, source: bytes, begin: int, buffer: memoryview) -> bool:
+        """Copy a cell from its slot; return True if it had all wanted bytes and kept them during
+        the copy."""
+        slot = at % self._slots
         named, low, high = _SOURCE.unpack_from(self._arena.view, slot * _SOURCE_STRIDE_BYTES)
         # The slot may have the same cell from another place, or only the range that its reader
         # needed.
@@ -266,7 +266,7 @@ class NodeWindow:
         data = self._data(slot)[begin : begin + buffer.nbytes]
         np.copyto(np.frombuffer(buffer, np.uint8), data)
         # The slot may have been reused during the copy: the word is compared after it.
-        return self._arena.progress(RANKS_MAX + slot) == word
+        return self._arena.progress(RANKS_MAX + slot) == at + 1
 
     def _read(
         self,
