@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,8 +24,11 @@ from everstep.format.message_codec import Stored
 from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
 from everstep.keeper.ship import transfer
 from everstep.keeper.ship.base_sender import Pace
+from everstep.keeper.ship.peer_copies import PeerCopies
+from everstep.link.keeper_stats import KeeperStats
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import check_files, files_over
+from everstep.seams import Seams
 from tests.support.ranks.peering import BOUND_BYTES, Ring, SlowRing, bytes_of, piece, record_of
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)
@@ -355,3 +361,29 @@ def test_what_is_told_needs_no_memory_of_messages() -> None:
     ring.run(20.0)
     rounds = [m for _, _, m in ring.said if isinstance(m, PeerRound)]
     assert PeerRound(None, A) in rounds
+
+
+class ClosedMeanwhile:
+    """An exchange of which another thread closes the duty while its figures are read."""
+
+    log = None
+
+    def __init__(self, copies: PeerCopies) -> None:
+        self._copies = copies
+        self.stats = SimpleNamespace(sent=3, sent_bytes=9, missed=1)
+
+    @property
+    def bases(self) -> ClosedMeanwhile:
+        self._copies.close()
+        return self
+
+    def close(self) -> None: ...
+
+
+def test_figures_are_added_while_the_exchange_is_closed() -> None:
+    copies = PeerCopies(Seams(), PurePath("/run"), cast(Any, None), lambda *_: None)
+    copies.exchange = cast(Any, ClosedMeanwhile(copies))
+    stats = KeeperStats()
+    copies.add_to(stats)
+    assert copies.exchange is None
+    assert (stats.peered, stats.peered_bytes, stats.peers_passed_over) == (3, 9, 1)

@@ -171,8 +171,9 @@ class PeerCopies:
 
     def base_durable(self, base: BaseId) -> None:
         """Send a base of this rank, which is durable or complete in memory."""
-        if self.exchange is not None:
-            self.exchange.durable(base)
+        exchange = self.exchange  # read once: close() in another thread sets it to None
+        if exchange is not None:
+            exchange.durable(base)
 
     def recall(self) -> tuple[list[dict[str, Any]], list[Arena]]:
         """Return the copies held for other ranks, encoded for a message, and the arenas they lie
@@ -194,19 +195,21 @@ class PeerCopies:
     @property
     def sends_log(self) -> bool:
         """True if this rank's log is sent to its peer."""
-        return self.exchange is not None and self.exchange.log is not None
+        exchange = self.exchange  # read once, as above
+        return exchange is not None and exchange.log is not None
 
     def add_to(self, stats: KeeperStats) -> None:
         """Add the figures since the start of the timeline to ``stats``."""
-        if self.exchange is None:
+        exchange = self.exchange  # read once, as above
+        if exchange is None:
             return
-        sent = self.exchange.bases.stats
+        sent = exchange.bases.stats
         stats.peered = sent.sent
         stats.peered_bytes = sent.sent_bytes
         stats.peers_passed_over = sent.missed
-        if self.exchange.log is not None:
-            stats.peered_steps = self.exchange.log.stats.sent
-            stats.peer_missed = self.exchange.log.stats.missed
+        if exchange.log is not None:
+            stats.peered_steps = exchange.log.stats.sent
+            stats.peer_missed = exchange.log.stats.missed
 
     def close(self, *, timeout_s: float = 0.0) -> None:
         """Stop sending. Copies that are held stay."""
