@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import uuid
@@ -23,6 +22,7 @@ from everstep.tiers.durable_files import (
     ensure_dir,
     ensure_dirs,
     storage_errors,
+    sync_if_allowed,
 )
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a single slash, since pathlib collapses two
@@ -68,9 +68,7 @@ def _sync_parents(filesystem: FileSystem, run: PurePath) -> None:
     Whoever created the folder or its parents may have crashed before doing so.
     """
     for directory in run.parents:
-        # Directories of other owners cannot be synced; their durability is up to the owner.
-        with contextlib.suppress(PermissionError):
-            filesystem.sync_dir(directory)
+        sync_if_allowed(filesystem, directory)
 
 
 def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: BaseId | None) -> Inventory:

@@ -22,6 +22,7 @@ from everstep.tiers.durable_files import (
     ensure_dirs,
     remove_if_there,
     storage_errors,
+    sync_if_allowed,
 )
 from everstep.tiers.streams import pieces_of
 
@@ -188,7 +189,7 @@ class DiskTier:
                     if made == self._root.parent:
                         break
                     # The process that created it may have crashed before this sync.
-                    self._filesystem.sync_dir(made.parent)
+                    sync_if_allowed(self._filesystem, made.parent)
                     self._made.add(made)
 
     def _put(self, path: PurePath, source: ReadFile) -> None:

@@ -210,6 +210,13 @@ def ensure_dirs(filesystem: FileSystem, path: PurePath) -> None:
     filesystem.sync_dir(path.parent)
 
 
+def sync_if_allowed(filesystem: FileSystem, directory: PurePath) -> None:
+    """Sync a directory, unless it belongs to another user and cannot be opened: the durability of
+    its names is up to its owner then."""
+    with contextlib.suppress(PermissionError):
+        filesystem.sync_dir(directory)
+
+
 def remove_if_there(filesystem: FileSystem, path: PurePath) -> None:
     """Delete a file if it exists."""
     with contextlib.suppress(FileNotFoundError):

@@ -216,6 +216,21 @@ def test_what_the_disk_tier_has_said_survives_power_loss() -> None:
     assert count > 40
 
 
+def test_the_folder_around_it_may_be_one_that_cannot_be_read(tmp_path: Path) -> None:
+    """Another user's, with mode 0711: what is in it can be used, but it cannot be opened."""
+    place = tmp_path / "home" / "tier"
+    place.mkdir(parents=True)
+
+    def closed(op: str, path: PurePath) -> None:
+        if op == "sync_dir" and path == place.parent:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    tier = DiskTier(HookedFileSystem(closed), PurePath(place))
+    tier.put("log/one", source(b"1"))
+    assert tier.create("two", b"2")
+    assert [item.name for item in tier.walk()] == ["log/one", "two"]
+
+
 def test_a_folder_that_another_rank_has_deleted_meanwhile_is_no_error(tmp_path: Path) -> None:
     """Ranks that share a place delete their own files, and with the last one its folder."""
     filesystem = HookedFileSystem()

@@ -32,7 +32,7 @@ from everstep.run.scan import BaseFound, Inventory, scan_base
 from everstep.run.uncondemn import uncondemn
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import silent
-from everstep.tiers.durable_files import create_exclusive, ensure_dir, ensure_dirs
+from everstep.tiers.durable_files import create_exclusive, ensure_dir, ensure_dirs, sync_if_allowed
 
 
 def offer_of(
@@ -118,11 +118,8 @@ def open_on_disk(
         True if the timeline there is ``record``; False if its number was taken.
     """
     ensure_dirs(filesystem, run)
-    # The rank that created the folder may have died before it could sync it. A parent that belongs
-    # to
-    # another user cannot be synced.
-    with contextlib.suppress(PermissionError):
-        filesystem.sync_dir(run.parent)
+    # The rank that created the folder may have died before it could sync it.
+    sync_if_allowed(filesystem, run.parent)
     if RUN_RECORD not in _names(filesystem, run):
         # Another rank with this disk may be first: its record has the same bytes.
         create_exclusive(filesystem, run / RUN_RECORD, RunRecord(record.run).encode(), unique)
