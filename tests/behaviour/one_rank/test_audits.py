@@ -286,6 +286,25 @@ def test_along_a_fork(run: Path) -> None:
     assert (record.verdict, record.steps) == ("equal", 4)
 
 
+@pytest.mark.parametrize("timeline", [1, 2])
+def test_damage_in_an_abandoned_part_of_the_log_is_none_of_the_pair(
+    timeline: int, run: Path
+) -> None:
+    """Of the timeline before, after the fork, or of one that is abandoned altogether: the log does
+    not reach the newest base yet, so the pair before it is audited."""
+    for steps in (2, 4):
+        train(run, World(seed=9), steps, at=8)
+    shutil.rmtree(run / "timeline-00003/log")
+    abandoned = segments_of(run, timeline)[-1]
+    assert (abandoned.after, abandoned.last) == (8, 10)
+    path = Path(abandoned.path) / "rank-00000.done"
+    flip(path, path.stat().st_size // 2)
+    record = audit_newest(PosixFileSystem(), PurePath(run), 3, CLOCK)
+    assert isinstance(record, AuditRecord)
+    assert (record.before, record.timeline, record.step) == ((1, 4), 1, 8)
+    assert record.verdict == "equal"
+
+
 # --- What becomes of it -----------------------------------------------------------------
 
 

@@ -335,13 +335,17 @@ def _newest(rebuilder: Rebuilder) -> Pair | None:
 
 
 def _between(log: RunLog, pair: Pair) -> list[SegmentFound]:
-    """Return the segments of the steps between two bases."""
+    """Return the segments of the steps between two bases, in their history."""
+    before, after = pair.before.id, pair.after.id
+    ends = {
+        timeline: after.step if limit is None else min(after.step, limit)
+        for timeline, limit in path_of(after.timeline, log.inventory.timelines)
+        if timeline >= before.timeline
+    }
     return [
         one
         for one in log.segments
-        if one.after < pair.after.id.step
-        and one.last > pair.before.id.step
-        and pair.before.id.timeline <= one.timeline <= pair.after.id.timeline
+        if one.last > before.step and one.after < ends.get(one.timeline, 0)
     ]
 
 
