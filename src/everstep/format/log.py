@@ -220,15 +220,14 @@ def records_of_segment(
     """
     if LOG_OBJECT not in data:
         raise FormatError(f"{path} has no index", path=path)
-    found = []
-    for one in index_of_segment(identity, data[LOG_OBJECT], path):
-        flat = {
-            name.split("/", 1)[1]: view
-            for name, view in data.items()
-            if name.startswith(f"{one.number:06d}/")
-        }
-        found.append(one.record(gathered(one.layout, flat, path), path))
-    return found
+    flat: dict[str, dict[str, memoryview]] = {}  # tensors of each record, by dtype
+    for name, view in data.items():
+        number, _, dtype = name.partition("/")
+        flat.setdefault(number, {})[dtype] = view
+    return [
+        one.record(gathered(one.layout, flat.get(f"{one.number:06d}", {}), path), path)
+        for one in index_of_segment(identity, data[LOG_OBJECT], path)
+    ]
 
 
 def index_of_segment(

@@ -5,7 +5,7 @@ whatever is wrong with it shows in its own place.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
 from contextlib import closing
 from pathlib import Path, PurePath
 
@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from everstep.errors import EverstepError
-from everstep.format.log import LogRecord, RecordHead, record_digest
+from everstep.format.header import ShardIdentity
+from everstep.format.log import (
+    LOG_OBJECT,
+    LogRecord,
+    RecordHead,
+    plan_segment,
+    record_digest,
+    records_of_segment,
+)
 from everstep.format.writer import ChunkRing
 from everstep.restore.log.log_found import LogFound
 from everstep.restore.redo.driver import ReplayDriver
@@ -236,3 +244,25 @@ def test_a_step_that_was_read_ahead_is_verified_before_it_is_applied(
         assert recovery.skipped
         assert world.snapshot() == states[at - 1]
     assert applied == list(range(1, at))
+
+
+def test_names_of_a_segment_are_looked_at_once() -> None:
+    """However many records it has."""
+
+    class Tensors(dict[str, memoryview]):
+        looks = 0
+
+        def items(self) -> ItemsView[str, memoryview]:
+            self.looks += 1
+            return super().items()
+
+    records = [record(kind, step) for step in range(1, 4) for kind in ("update", "mark")]
+    identity = ShardIdentity(RUN, 1, 3, 3, 0, 1, True)
+    plan, body = plan_segment(identity, records)
+    names = [place.entry.name for place in plan.layout.placed]
+    tensors = Tensors({name: memoryview(body.source(name)) for name in [*names, LOG_OBJECT]})
+    found = records_of_segment(identity, tensors, PurePath("segment"))
+    assert [(one.head, bytes(one.data)) for one in found] == [
+        (one.head, bytes(one.data)) for one in records
+    ]
+    assert tensors.looks == 1
