@@ -5,6 +5,7 @@ whatever is wrong with it shows in its own place.
 from __future__ import annotations
 
 import os
+from collections import UserDict
 from collections.abc import ItemsView, Iterator
 from contextlib import closing
 from pathlib import Path, PurePath
@@ -249,7 +250,7 @@ def test_a_step_that_was_read_ahead_is_verified_before_it_is_applied(
 def test_names_of_a_segment_are_looked_at_once() -> None:
     """However many records it has."""
 
-    class Tensors(dict[str, memoryview]):
+    class Tensors(UserDict[str, memoryview]):
         looks = 0
 
         def items(self) -> ItemsView[str, memoryview]:

@@ -338,6 +338,7 @@ class TcpMailbox:
         except OSError:  # also for lack of descriptors
             self._drop(out)
             return
+        assert out.socket is not None
         self._selector.register(out.socket, _BOTH, out.on_ready)
 
     def _write(self, out: _Out, events: int) -> None:
