@@ -336,7 +336,8 @@ def _newest(rebuilder: Rebuilder) -> Pair | None:
 
 def _between(log: RunLog, pair: Pair) -> list[SegmentFound]:
     """Return the segments of the steps between two bases, in their history."""
-    before, after = pair.before.id, pair.after.id
+    before = pair.before.id
+    after = pair.after.id
     ends = {
         timeline: after.step if limit is None else min(after.step, limit)
         for timeline, limit in path_of(after.timeline, log.inventory.timelines)
