@@ -126,3 +126,19 @@ def test_a_base_of_the_same_step_is_taken_again(
         assert on_both(ranks, save_and_wait) == [None, None]
         on_both(ranks, lambda one: one.ckpt.close())
     assert committed(run_folder) == {2}
+
+
+def test_what_came_from_memory_is_written_even_if_a_keeper_is_lost_first(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all ranks: also by the one whose keeper is replaced at the end of that step."""
+    about: dict[str, Any] = {"method": "gemini", "every": 1, "keeper": KeeperOptions()}
+    with trainings(run_folder, run_folder, on_failure="warn", **about) as ranks:
+        resume(ranks)
+        train(ranks, 2)
+        on_both(ranks, lambda one: one.ckpt.wait())
+        assert [one.source for one in resume(ranks)] == ["memory", "memory"]
+        kill_before(ranks[1], inspect(ranks[1].ckpt).keepers, "replace_if_lost", monkeypatch)
+        train(ranks, 1)
+        on_both(ranks, lambda one: one.ckpt.wait())
+        assert committed(run_folder) == {3}

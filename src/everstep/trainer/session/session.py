@@ -182,7 +182,7 @@ class Session:
         # An interrupt may have left a keeper that was replaced, but not yet taken into use.
         if replaced or self.keeper is not keepers.current:
             self._use_current_keeper()
-            self._base_due = self.is_alone
+            self._base_due = self._base_due or self.is_alone
 
     # --- A step -------------------------------------------------------------------------
 
