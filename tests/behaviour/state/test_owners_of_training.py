@@ -654,6 +654,27 @@ def test_a_scheduler_that_is_made_late(run_folder: Path) -> None:
     assert [SCHEDULER in one for one in messages] == [True]
 
 
+def test_a_scheduler_where_a_freed_one_lay(run_folder: Path) -> None:
+    """It has the ``id()`` of one that was idle, and is found at the next mark that looks."""
+    model, optimizer = make()
+    idle: Any = schedules.StepLR(optimizer, 2)
+    freed = id(idle)
+    with said() as messages, opened(run_folder, {"model": model, "opt": optimizer}) as (ckpt, _):
+        update(model, optimizer)
+        ckpt.step()
+        del idle
+        made = []
+        while not made or id(made[-1]) != freed:
+            assert len(made) < 1000
+            made.append(schedules.StepLR(optimizer, 2))
+        driving = made[-1]
+        update(model, optimizer)
+        driving.step()
+        ckpt.step()
+        assert not inspect(ckpt).state.exact
+    assert [SCHEDULER in one for one in messages] == [True]
+
+
 class Progress:
     """An object of the user's that has a whole framework, and saves little of it."""
 

@@ -335,7 +335,10 @@ class UntrackedSchedulers:
         """Examine the schedulers at a step mark."""
         self._marks += 1
         if self._marks.bit_count() == 1 and self._has_marks:
-            for one in self._find_untracked():
+            found = self._find_untracked()
+            # A new one may have the id of one that was freed.
+            self._idle = {key: idle for key, idle in self._idle.items() if idle[0]() is not None}
+            for one in found:
                 self._idle.setdefault(id(one), (weakref.ref(one), _count_when_made(one)))
         if self._idle:
             self._examine()
