@@ -3,12 +3,16 @@ never comes back wrong and is called exact (I8, I9)."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import errno
+import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -414,6 +418,60 @@ def test_weights_loaded_before_anything_is_recorded(run_folder: Path) -> None:
             world.update()
             ckpt.step()
         assert (ckpt.stats().log_holes, ckpt.stats().saves) == (0, 1)
+
+
+def test_a_base_that_is_found_torn_while_a_step_is_marked(run_folder: Path) -> None:
+    """By the lane, at any line of the mark: at this mark or the next one another base is due."""
+    world = World()
+    lines = 0
+    with opened(run_folder, world, on_failure=lambda error: None) as ckpt:
+        ckpt.resume()
+        train_one(world, ckpt)
+        untracked = inspect(ckpt).recorder.untracked
+        holes, torn = 0, [AuditError("torn", step=1)]
+        while True:
+            left, lanes = lines, list[threading.Thread]()
+
+            def at_line(frame: FrameType, event: str, _: Any) -> Any:
+                nonlocal left
+                if event == "line" and not lanes:
+                    left -= 1
+                    if left < 0:
+                        lanes.append(
+                            threading.Thread(target=untracked.handles_torn_base, args=torn)
+                        )
+                        lanes[0].start()
+                        lanes[0].join(0.2)  # it may have to wait for the mark
+                return at_line
+
+            with tracing(untracked.at_mark, at_line):
+                train_one(world, ckpt)
+            if not lanes:
+                break
+            lanes[0].join()
+            train_one(world, ckpt)
+            holes += 1
+            assert ckpt.stats().log_holes == holes, lines
+            lines += 1
+        inspect(ckpt).skip_last_base()
+    assert lines > 3
+
+
+def train_one(world: World, ckpt: everstep.Checkpointer) -> None:
+    world.backward()
+    world.update()
+    ckpt.step()
+
+
+@contextlib.contextmanager
+def tracing(method: Any, look: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    """Calls ``look`` at each line of the method in this thread."""
+    code, before = method.__code__, sys.gettrace()
+    sys.settrace(lambda frame, *_: look if frame.f_code is code else None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def test_a_base_that_was_being_copied(run_folder: Path) -> None:

@@ -204,13 +204,15 @@ class UntrackedWrites:
         mine = self._writes_of_pattern.get(pattern)
         if read is None or not mine:
             return
-        self._torn_reason = self._report(self._written(read, mine), self._step) or self._torn_reason
+        if (torn := self._report(self._written(read, mine), self._step)) is not None:
+            self._torn_reason = torn
         read.settle(self._sampled_step)
 
     def at_mark(self, survey: Survey, step: int) -> str | None:
         """Return why the log cannot continue at a step mark, or None."""
-        torn = self._torn_reason
-        self._torn_reason = None
+        with self._lock:  # the lane's thread may set another one
+            torn = self._torn_reason
+            self._torn_reason = None
         self._sampled = None
         self._step = step + 1
         found = next((name for w in self._watched.values() if (name := self._written(w))), None)
@@ -256,7 +258,9 @@ class UntrackedWrites:
         A base is worthless because code wrote to the state while it was copied; that is a warning,
         not an error."""
         step = (error.step or 0) + 1
-        self._torn_reason = f"the state was changed while the base of step {step - 1} was copied"
+        why = f"the state was changed while the base of step {step - 1} was copied"
+        with self._lock:
+            self._torn_reason = why
         self._warn(error.message, step)
         return True
 
