@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import itertools
 import sys
 import threading
 import warnings
@@ -422,39 +423,22 @@ def test_weights_loaded_before_anything_is_recorded(run_folder: Path) -> None:
 
 def test_a_base_that_is_found_torn_while_a_step_is_marked(run_folder: Path) -> None:
     """By the lane, at any line of the mark: at this mark or the next one another base is due."""
-    world = World()
-    lines = 0
+    world, torn = World(), [AuditError("torn", step=1)]
     with opened(run_folder, world, on_failure=lambda error: None) as ckpt:
         ckpt.resume()
         train_one(world, ckpt)
         untracked = inspect(ckpt).recorder.untracked
-        holes, torn = 0, [AuditError("torn", step=1)]
-        while True:
-            left, lanes = lines, list[threading.Thread]()
-
-            def at_line(frame: FrameType, event: str, _: Any) -> Any:
-                nonlocal left
-                if event == "line" and not lanes:
-                    left -= 1
-                    if left < 0:
-                        lanes.append(
-                            threading.Thread(target=untracked.handles_torn_base, args=torn)
-                        )
-                        lanes[0].start()
-                        lanes[0].join(0.2)  # it may have to wait for the mark
-                return at_line
-
-            with tracing(untracked.at_mark, at_line):
+        for line in itertools.count():
+            lane = threading.Thread(target=untracked.handles_torn_base, args=torn)
+            with started_at(line, untracked.at_mark, lane):
                 train_one(world, ckpt)
-            if not lanes:
+            if lane.ident is None:
                 break
-            lanes[0].join()
+            lane.join()
             train_one(world, ckpt)
-            holes += 1
-            assert ckpt.stats().log_holes == holes, lines
-            lines += 1
+            assert ckpt.stats().log_holes == line + 1
         inspect(ckpt).skip_last_base()
-    assert lines > 3
+    assert line > 3
 
 
 def train_one(world: World, ckpt: everstep.Checkpointer) -> None:
@@ -464,8 +448,18 @@ def train_one(world: World, ckpt: everstep.Checkpointer) -> None:
 
 
 @contextlib.contextmanager
-def tracing(method: Any, look: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
-    """Calls ``look`` at each line of the method in this thread."""
+def started_at(line: int, method: Any, other: threading.Thread) -> Iterator[None]:
+    """Starts the thread before so many lines of the method, once, and lets it run if it can."""
+    left = [line]
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and other.ident is None:
+            left[0] -= 1
+            if left[0] < 0:
+                other.start()
+                other.join(0.2)  # it may have to wait for the method
+        return look
+
     code, before = method.__code__, sys.gettrace()
     sys.settrace(lambda frame, *_: look if frame.f_code is code else None)
     try:
