@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -177,16 +178,22 @@ class CapturePool:
             # must not stall for the full time at each step.
             wait_s = 0.0 if self._stuck else timeout_s
             block = self._wait(size_bytes, beside_bytes, wait_s, in_flight_max)
-        try:
+        with self.releasing(block):
             # Outside of the lock: taking pages is slow, and other threads release blocks meanwhile.
             self.populate(block)
             # Before the capture is announced: a stale count would make the keeper read bytes of an
             # earlier base.
             self.arena.set_progress(block.word, 0)
+        return block
+
+    @contextlib.contextmanager
+    def releasing(self, block: Block) -> Iterator[None]:
+        """Free a block if the context fails or is interrupted: nothing uses the block yet."""
+        try:
+            yield
         except BaseException:
             self.release(block)
             raise
-        return block
 
     def acquire_now(self, size_bytes: int, beside_bytes: int = 0) -> Block | None:
         """Return a block for a log record, or None if there is no space now.

@@ -29,6 +29,7 @@ from everstep.seams.failpoints import arm
 from everstep.testing import inspect
 from everstep.trainer.log.update_inputs import InputReader
 from everstep.trainer.multistep import held_gradients as multistep_gradients
+from everstep.trainer.multistep.driver import MultistepDriver
 from everstep.trainer.multistep.held_gradients import (
     CopyGate,
     GradientCheck,
@@ -229,16 +230,18 @@ def test_save_within_a_void_window_takes_a_base_of_its_step(policy: str, served:
     assert restored(served.run, World(seed=9), 4) == states[4]
 
 
-@pytest.mark.parametrize("place", ["acquire", "fill"])
+@pytest.mark.parametrize("place", ["acquire", "digest_of", "fill"])
 def test_no_save_is_answered_with_one_that_was_interrupted(
     place: str, served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Ctrl-C where a base of step 4 begins, at step 2, and where it ends."""
+    """A Ctrl-C where a base of step 4 begins, at step 2, and where it ends; no memory is lost."""
     world = World()
     ckpt = opened(served.run, world, method=over(3))
     ckpt.resume()
     run_steps(ckpt, world, 2)
-    goes_on, interrupted = getattr(inspect(ckpt).saver, place), list[int]()
+    planner = inspect(ckpt).part(MultistepDriver).planner
+    owner = planner if place == "digest_of" else inspect(ckpt).saver
+    goes_on, interrupted = getattr(owner, place), list[int]()
 
     def interrupts(*about: Any) -> Any:
         if not interrupted:
@@ -246,15 +249,17 @@ def test_no_save_is_answered_with_one_that_was_interrupted(
             raise KeyboardInterrupt
         return goes_on(*about)
 
-    monkeypatch.setattr(inspect(ckpt).saver, place, interrupts)
+    monkeypatch.setattr(owner, place, interrupts)
     with pytest.raises(KeyboardInterrupt):
         begin(ckpt)
         run_steps(ckpt, world, 2)
     run_steps(ckpt, world, 4 - ckpt.stats().step)
     wanted, save = world.snapshot(), ckpt.save()
     assert save.durable.result(TIMEOUT_S) > 0
+    if place != "fill":  # which gives the memory back itself
+        assert_nothing_left(ckpt)
     ckpt.close()
-    assert interrupted == [2 if place == "acquire" else 4]
+    assert interrupted == [4 if place == "fill" else 2]
     assert steps_on_disk(served.run) == [4]
     assert restored(served.run, World(seed=9), 4) == wanted
 
@@ -616,13 +621,18 @@ def test_nothing_is_left_in_the_arena(served: Bench) -> None:
     run_steps(ckpt, world, 1)
     load_another(world)
     run_steps(ckpt, world, 1)
+    assert_nothing_left(ckpt)
+    ckpt.close()
+
+
+def assert_nothing_left(ckpt: everstep.Checkpointer) -> None:
+    """In the arena, once all bases are durable."""
     ckpt.wait()
-    pool = inspect(ckpt).saver._pool
+    pool = inspect(ckpt).keepers.pool
     assert pool is not None
     inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     pool.drop_kept()
     assert pool.used_bytes == 0
-    ckpt.close()
 
 
 # --- What each guarantee is for ---------------------------------------------------------

@@ -31,6 +31,8 @@ from everstep.errors import (
 from everstep.seams import ManualClock, Seams
 from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
+from everstep.trainer.base import saver as saver_module
+from everstep.trainer.base.prepared_base import PreparedBase
 from tests.support.world import (
     TIMEOUT_S,
     Gate,
@@ -469,9 +471,18 @@ def test_interrupted_in_retention(run_folder: Path) -> None:
     check_usable(run_folder, {"n": [2]}, 2)
 
 
-@pytest.mark.parametrize("method", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("method", "of", "name"),
+    [
+        ("sync", lane_module.CpuLane, "in_host_memory"),
+        ("async", lane_module.CpuLane, "copy_now"),
+        ("lazy", PreparedBase, "copies"),
+        ("lazy", saver_module, "Incoming"),
+    ],
+    ids=["sync", "async", "lazy, while it is planned", "lazy, before it begins"],
+)
 def test_interrupted_while_copying(
-    method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, of: Any, name: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many times over: neither host memory nor chunks are lost."""
     state = {"t": torch.zeros(2000)}
@@ -481,14 +492,13 @@ def test_interrupted_while_copying(
         ckpt.wait()
         held = ckpt.stats().host_bytes
 
-        def interrupted(*_: Any) -> Any:
+        def interrupted(*_: Any, **__: Any) -> Any:
             raise KeyboardInterrupt
 
         for _ in range(12):
             ckpt.step()
             with monkeypatch.context() as patched:
-                for name in ("copy_now", "in_host_memory"):
-                    patched.setattr(lane_module.CpuLane, name, interrupted)
+                patched.setattr(of, name, interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     ckpt.save()
             ckpt.wait()

@@ -223,14 +223,35 @@ def test_a_capture_that_never_began_copies_nothing(run_folder: Path) -> None:
                 with pytest.warns(RuntimeWarning, match="internal error"):
                     ckpt.wait()
                 failpoints.disarm_all()
-                failed = inspect(ckpt).saver.scheduler.open[-1]
-                failed.flush()
-                assert failed.issued_s == [None] * len(failed.units)
-                assert failed.complete
+                assert all(one.complete for one in inspect(ckpt).saver.scheduler.open)
+                assert stats_of(ckpt).captures == 4
             else:
                 ckpt.step()
     for step in (4, 6, 8):
         assert restored(run_folder, "plain", step) == snapshots[step]
+
+
+def test_a_capture_that_cannot_be_planned_takes_no_memory(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop()
+    with checkpointer(run_folder, loop.state, every=None) as ckpt:
+        loop.train(1)
+        ckpt.step()
+        pool = inspect(ckpt).keepers.pool
+        assert pool is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(scheduled, "Dispatch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save()
+        assert pool.used_bytes == 0
+        ckpt.save()
+        saved = loop.snapshot()
+    assert restored(run_folder, "plain", 1) == saved
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 # --- Plans ------------------------------------------------------------------------------

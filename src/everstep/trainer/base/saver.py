@@ -367,8 +367,9 @@ class Saver(Participant):
 
     def _capture(self, prepared: PreparedBase, plan: BasePlan, survey: Survey, save: Save) -> None:
         """Begin to copy the state into the arena; copy now the entries that may change now."""
-        room = self.acquire(prepared, survey)
-        self.fill(prepared, plan, survey, save, room, prepared.copies(survey.tensors))
+        # Before the block is acquired: an error must not leave a block that nobody returns.
+        copies = prepared.copies(survey.tensors)
+        self.fill(prepared, plan, survey, save, self.acquire(prepared, survey), copies)
 
     def acquire(self, prepared: PreparedBase, survey: Survey) -> Block:
         """Reserve a block of the arena for a base, with space for its encoded objects; block until
@@ -414,7 +415,7 @@ class Saver(Participant):
         """Copy the entries that may change at once, and begin to copy the rest.
 
         Args:
-            room: block of the arena.
+            room: block of the arena; returned to the pool if this fails.
             copies: copies that may run after the step mark and are not made yet.
             notify: notification of the keeper that the capture is complete; None for that of a
                 complete base.
@@ -428,19 +429,20 @@ class Saver(Participant):
         arena = pool.arena
         word = room.word
         self._captures += 1
-        capture = Capture(
-            number=self._captures,
-            plan=plan,
-            layout=prepared.number,
-            save=save,
-            offset=room.offset,
-            word=word,
-            stream=self._streams and notify is None,
-            incoming=Incoming(lambda: arena.progress(word), timeout_s=timeout_s),
-            on_end=lambda ended: self._drop_user(ended, room, keeper, pool),
-        )
-        block = pool.block(room)
-        pending = PendingCapture(capture, keeper, pool, prepared, room, survey, copies, notify)
+        with pool.releasing(room):
+            capture = Capture(
+                number=self._captures,
+                plan=plan,
+                layout=prepared.number,
+                save=save,
+                offset=room.offset,
+                word=word,
+                stream=self._streams and notify is None,
+                incoming=Incoming(lambda: arena.progress(word), timeout_s=timeout_s),
+                on_end=lambda ended: self._drop_user(ended, room, keeper, pool),
+            )
+            block = pool.block(room)
+            pending = PendingCapture(capture, keeper, pool, prepared, room, survey, copies, notify)
         try:
             # Counters first: the survey has just accessed the tensors, nothing has written since.
             if copies.versions is not None:

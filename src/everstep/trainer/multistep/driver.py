@@ -446,29 +446,27 @@ class MultistepDriver(Participant):
         # From here on the window completes the save, or failing_save() below; finish() must not.
         base.begun = True
         costs = self.stats.begin(len(plan.parts))
-        room = None
+        window = None
         with failing_save(save, self._saver.post):
             gradient_bytes = redo_bytes(plan.cut) if self._options.leaves_bases_fuzzy else 0
             self._saver.check_disk(prepared.plan(identity), gradient_bytes)
-            room = self._saver.acquire(prepared, survey)
-        if room is None:
+            self.window = window = Window(
+                save,
+                identity,
+                plan,
+                survey.shape,
+                self.planner.digest_of(survey.shape),
+                survey.tensors,
+                keeper,
+                pool,
+                self._saver.acquire(prepared, survey),
+                identity.lsn,
+                costs,
+            )
+        if window is None:
             if not self.end.shared:
                 self.end.finish()
             return
-        digest = self.planner.digest_of(survey.shape)
-        self.window = window = Window(
-            save,
-            identity,
-            plan,
-            survey.shape,
-            digest,
-            survey.tensors,
-            keeper,
-            pool,
-            room,
-            identity.lsn,
-            costs,
-        )
         self.stats.windows += 1
         self.stats.parts = len(plan.parts)
         with self._voiding(identity.step):

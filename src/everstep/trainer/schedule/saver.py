@@ -23,7 +23,7 @@ from everstep.capture.dispatch import Dispatch
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import Lane, Progress, Take, Transfer
 from everstep.config.options import Options
-from everstep.errors import DeadlineError, KeeperError, StateError
+from everstep.errors import DeadlineError, KeeperError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
 from everstep.link.capture import Capture
@@ -195,27 +195,25 @@ class ScheduledSaver(Saver):
             raise
 
     def _capture(self, prepared: PreparedBase, plan: BasePlan, survey: Survey, save: Save) -> None:
-        room = self.acquire(prepared, survey)
         service = self._service
         pool = self._pool
         assert service is not None
         assert pool is not None
-        block = pool.block(room)
         tensors = survey.tensors
-        dispatch = self.scheduler.dispatch(prepared, tensors, block, self._planned.release)
-        self._planned.next = dispatch
         prepared.gated_batches(tensors)  # the spot check needs them planned
         # The scheduler's gate knows what each update changes, so the base class gets no gate.
         copies = PlannedCopies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
-        complete = functools.partial(self.scheduler.complete, dispatch, prepared)
-        notify = functools.partial(self._notify_keeper, service, pool, self._starts, complete)
+        room = self.acquire(prepared, survey)
+        with pool.releasing(room):
+            block = pool.block(room)
+            dispatch = self.scheduler.dispatch(prepared, tensors, block, self._planned.release)
+            complete = functools.partial(self.scheduler.complete, dispatch, prepared)
+            notify = functools.partial(self._notify_keeper, service, pool, self._starts, complete)
+            self._planned.next = dispatch
         try:
             self.fill(prepared, plan, survey, save, room, copies, notify)
         finally:
-            # fill() failed before submitting: nothing may write into that block any more.
-            if self._planned.next is not None:
-                self._planned.next = None
-                dispatch.fail(StateError("the capture failed before it began", step=save.step))
+            self._planned.next = None  # of a capture that has failed before it began
 
     def finish_copies(self) -> None:
         self.scheduler.flush()

@@ -172,7 +172,7 @@ class Scheduler:
         block: torch.Tensor,
         over: Callable[[], None],
     ) -> Dispatch:
-        """Return the copies of a capture; :meth:`begin` starts them.
+        """Return the copies of a capture; nothing is copied before :meth:`begin`.
 
         Args:
             prepared: layout of the base.
@@ -182,16 +182,15 @@ class Scheduler:
         """
         self._follow(prepared, tensors)
         bound_plan = self._bound_plan
-        dispatch = Dispatch(self._lane, block, bound_plan.units, bound_plan.duplicates, over)
+        return Dispatch(self._lane, block, bound_plan.units, bound_plan.duplicates, over)
+
+    def begin(self, dispatch: Dispatch) -> None:
+        """Follow the step from now on, and issue the copies planned for the step mark."""
         self._dispatch = dispatch
         # Older captures stay listed until they are complete, as the next update could tear them,
         # too.
         self.open = [*(older for older in self.open if not older.complete), dispatch]
         self._measured.captures += 1
-        return dispatch
-
-    def begin(self, dispatch: Dispatch) -> None:
-        """Follow the step from now on, and issue the copies planned for the step mark."""
         self._events.begin(self._bound_plan.keys, self._bound_plan.issuing_events)
         dispatch.reach(0)
 
