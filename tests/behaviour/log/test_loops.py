@@ -32,6 +32,11 @@ def world(fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(groups, foreach=False)
 
 
+def use_fused(optimizer: torch.optim.Optimizer, *, fused: bool) -> None:
+    for group in optimizer.param_groups:
+        group["fused"] = fused
+
+
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
     tensors = dict(model.named_parameters())
     for number, values in enumerate(optimizer.state.values()):
@@ -246,16 +251,21 @@ def test_groups_of_the_first_step(run_folder: Path) -> None:
     assert recovery.replayed == 0  # another chain, from the base of step 2, would be wrong
 
 
-def test_gaps_of_a_gradient_that_a_fused_kernel_reads(run_folder: Path) -> None:
-    """What lies in them is in no log, so the step is not recorded: a new base is taken."""
+@pytest.mark.parametrize("later", [False, True])
+def test_gaps_of_a_gradient_that_a_fused_kernel_reads(later: bool, run_folder: Path) -> None:
+    """What lies in them is in no log, so the step is not recorded: a new base is taken. Also where
+    the kernel is chosen ``later`` than the gradient has gaps."""
     model, optimizer = world(fused=True)
+    use_fused(optimizer, fused=not later)
     with opened(run_folder, model, optimizer) as ckpt:
         ckpt.resume()
         for step in range(1, STEPS + 2):
             gradients(step, model)
-            if step == 4:
+            if step == 4 or (later and step == 3):
                 weight = next(model.parameters())
                 weight.grad = torch.randn(6, 12)[:, ::2]
+            if step == 4:
+                use_fused(optimizer, fused=True)
             optimizer.step()
             if step == 4:
                 with pytest.raises(UnsupportedStateError, match="has gaps between its elements"):

@@ -253,6 +253,7 @@ class InputReader:
         present = replay_options(optimizer)
         if present != self._checked_options.get(key):
             refuse_options(key, optimizer)
+            self._last.clear()  # equal forms were checked for other options
             self._checked_options[key] = present
 
     def _last_inputs(self, key: str, only: frozenset[str] | None) -> _LastInputs:
