@@ -21,6 +21,7 @@ from everstep.capture.dispatch import Dispatch, Unit
 from everstep.capture.lanes.lane import Lane
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
+from everstep.link.save import Save
 from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints
 from everstep.testing import inspect
@@ -459,6 +460,32 @@ def test_save_makes_the_capture_of_this_step_durable(keeper: Bench, run_folder: 
     ckpt.close()
     assert bases(run_folder) == {3}
     assert restored(run_folder, "plain") == snapshots[3]
+
+
+def test_saves_of_two_captures_that_are_not_complete_yet(keeper: Bench, run_folder: Path) -> None:
+    """Each of them becomes durable, also if the lane's thread is two steps behind."""
+    loop, gate, saves = Loop(), Gate(), list[Save]()
+    ckpt, _ = trained(run_folder, loop, 1, every=None, keep=100)
+    saver = inspect(ckpt).saver
+    assert isinstance(saver, ScheduledSaver)
+    saver.finish_captures()
+    complete = saver.scheduler.complete
+
+    def late(*about: Any) -> None:
+        gate.wait_at()
+        complete(*about)
+
+    saver.scheduler.complete = late  # type: ignore[method-assign]
+    for step in (2, 3):
+        loop.train(step)
+        ckpt.step()
+        saves.append(ckpt.save())
+    assert gate.reached.wait(TIMEOUT_S)
+    gate.open()
+    ckpt.wait()
+    assert [save.durable.done() for save in saves] == [True, True]
+    assert bases(run_folder) == {2, 3}
+    ckpt.close()
 
 
 def test_save_without_a_keeper_is_lost_and_told_once(keeper: Bench, run_folder: Path) -> None:

@@ -71,7 +71,7 @@ class ScheduledSaver(Saver):
         self._parked: Capture | None = None  # newest complete capture
         self._of_before = False  # the parked capture is of an earlier timeline
         self._newest: Save | None = None  # of the last park(), complete or not
-        self._persist_when_complete: Save | None = None  # to be persisted once it is complete
+        self._persist_when_complete: list[Save] = []  # each is to be persisted once it is complete
         self._starts = 0
 
     def start(self, service: Service) -> None:
@@ -84,7 +84,8 @@ class ScheduledSaver(Saver):
             # It stays until a newer one is complete, since a crash would be restored from it. It is
             # of the earlier timeline, so it must not be persisted any more.
             self._of_before = True
-            self._newest = self._persist_when_complete = None
+            self._newest = None
+            self._persist_when_complete = []
             self._starts += 1
             self._service = None  # a capture for the old keeper may complete meanwhile
         super().start(service)
@@ -171,7 +172,7 @@ class ScheduledSaver(Saver):
                 return None
             if save.durable.done():  # it has failed
                 return None if save.durable.cancelled() or save.durable.exception() else save
-            if self._persist_when_complete is save or not save.parked:
+            if save in self._persist_when_complete or not save.parked:
                 return save
             self.saves += 1
             self.last_save_s = self._clock.monotonic_s()
@@ -180,7 +181,8 @@ class ScheduledSaver(Saver):
                 self._parked = None
                 self._persist(capture)
             else:
-                self._persist_when_complete = save
+                waiting = (one for one in self._persist_when_complete if not one.durable.done())
+                self._persist_when_complete = [*waiting, save]
         return save
 
     def _persist(self, capture: Capture) -> None:
@@ -263,7 +265,8 @@ class ScheduledSaver(Saver):
                 service.process.set_aside(capture)
                 if not serves:
                     older = capture
-                elif capture.save is self._persist_when_complete:
+                elif capture.save in self._persist_when_complete:
+                    self._persist_when_complete.remove(capture.save)
                     self._persist(capture)
                 else:
                     self._parked = capture
