@@ -1,14 +1,16 @@
 """An interrupt wherever CPython looks for signals: where a function begins, and behind each call.
-(Loops look, too, where they begin anew.)"""
+(Loops look, too, where they begin anew.) Another thread at any line of a method."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = ["interrupted_at"]
+__all__ = ["interrupted_at", "started_at"]
 
 
 def interrupted_at(count: int, call: Callable[[], Any]) -> bool:
@@ -32,3 +34,24 @@ def interrupted_at(count: int, call: Callable[[], Any]) -> bool:
     finally:
         sys.setprofile(before)
     return False
+
+
+@contextlib.contextmanager
+def started_at(line: int, method: Any, other: threading.Thread) -> Iterator[None]:
+    """Starts the thread before so many lines of the method, once, and lets it run if it can."""
+    left = [line]
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and other.ident is None:
+            left[0] -= 1
+            if left[0] < 0:
+                other.start()
+                other.join(0.2)  # it may have to wait for the method
+        return look
+
+    code, before = method.__code__, sys.gettrace()
+    sys.settrace(lambda frame, *_: look if frame.f_code is code else None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -3,17 +3,14 @@ never comes back wrong and is called exact (I8, I9)."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import errno
 import itertools
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePath
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -29,6 +26,7 @@ from everstep.seams import Seams
 from everstep.testing import inspect
 from everstep.trainer.log import untracked_writes as untold_module
 from everstep.trainer.log.untracked_writes import WatchedTensors
+from tests.support.interrupts import started_at
 from tests.support.log.untold import opened, said_once
 from tests.support.logged import document, rewrite_segment, segments_of
 from tests.support.matrix import CASES, LOOPS, Fleet, Loop
@@ -445,27 +443,6 @@ def train_one(world: World, ckpt: everstep.Checkpointer) -> None:
     world.backward()
     world.update()
     ckpt.step()
-
-
-@contextlib.contextmanager
-def started_at(line: int, method: Any, other: threading.Thread) -> Iterator[None]:
-    """Starts the thread before so many lines of the method, once, and lets it run if it can."""
-    left = [line]
-
-    def look(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and other.ident is None:
-            left[0] -= 1
-            if left[0] < 0:
-                other.start()
-                other.join(0.2)  # it may have to wait for the method
-        return look
-
-    code, before = method.__code__, sys.gettrace()
-    sys.settrace(lambda frame, *_: look if frame.f_code is code else None)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def test_a_base_that_was_being_copied(run_folder: Path) -> None:

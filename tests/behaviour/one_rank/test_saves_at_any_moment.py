@@ -3,6 +3,7 @@ behind an update that has failed, or an interrupt while it was planned."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -21,7 +22,8 @@ from everstep.state.providers import optimizers
 from everstep.testing import inspect
 from everstep.trainer.base import prepared_base as prepared
 from everstep.trainer.session import calls as calls_module
-from everstep.trainer.session.calls import CallGuard
+from everstep.trainer.session.calls import CallGuard, exclusive
+from tests.support.interrupts import started_at
 from tests.support.lanes import held
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, freeze, opened, raising
 
@@ -471,6 +473,35 @@ def test_what_is_not_contiguous_is_looked_at(held: Gate, run_folder: Path) -> No
             ckpt.wait()
         ckpt.step()
         ckpt.save().durable.result(TIMEOUT_S)
+
+
+class Counted:
+    """Its calls exclude each other; ``most`` were in progress at once."""
+
+    def __init__(self) -> None:
+        self._calls = CallGuard(TIMEOUT_S)
+        self.now = self.most = 0
+
+    @exclusive("call")
+    def call(self, last_s: float = 0.0) -> None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        time.sleep(last_s)
+        self.now -= 1
+
+
+def test_two_threads_that_begin_a_call_at_once() -> None:
+    """At any line of the one's beginning the other one begins its own."""
+    one = Counted()
+    for line in itertools.count():
+        other = threading.Thread(target=one.call, args=[0.3])
+        with started_at(line, CallGuard.begin, other):
+            one.call()
+        if other.ident is None:
+            break
+        other.join()
+        assert one.most == 1, line
+    assert line > 3
 
 
 def test_behind_the_last_call_no_other_thread_begins_one(monkeypatch: pytest.MonkeyPatch) -> None:

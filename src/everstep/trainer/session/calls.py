@@ -35,6 +35,7 @@ class CallGuard:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._now: tuple[str, int, FrameType] | None = None
+        self._lock = threading.RLock()  # reentrant: a signal handler may begin a call, too
         self._ends_in: int | None = None
 
     def begin(self, name: str, frame: FrameType) -> None:
@@ -46,7 +47,12 @@ class CallGuard:
         """
         me = threading.get_ident()
         since_s = time.monotonic()
-        while (now := self._now) is not None and in_thread(now[2], now[1]):
+        while True:
+            with self._lock:
+                now = self._now
+                if now is None or not in_thread(now[2], now[1]):
+                    self._now = (name, me, frame)
+                    break
             if now[1] == me:
                 raise _within(name, now[0])
             if time.monotonic() - since_s > self._timeout_s:
@@ -54,7 +60,6 @@ class CallGuard:
             # Polled: a call that was ended by an exception in its thread might never notify a
             # waiter.
             time.sleep(_POLL_S)
-        self._now = (name, me, frame)
         # Checked last: the thread that shuts down sets the flag first, then waits for calls.
         if self.over:
             self._now = None
