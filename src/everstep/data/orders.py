@@ -171,12 +171,15 @@ class Samplers:
         return [*mine, units[missing % len(units)]]
 
     def deal_lazily(self, units: Iterator[Any], begin: int) -> Iterator[Any]:
-        """Yield this rank's share of units without a known end."""
-        skipped = itertools.islice(units, begin, None)
+        """Yield this rank's share of units without a known end, divided as by :meth:`deal`."""
         world = 1 if self.deals_itself else self.place.world
         rank = 0 if self.deals_itself else self.place.rank
-        while part := list(itertools.islice(skipped, world)):
-            yield part[rank % len(part)]
+        front = list(itertools.islice(units, world))
+        rest = itertools.islice(itertools.chain(front, units), begin, None)
+        while part := list(itertools.islice(rest, world)):
+            if len(part) < world and self._evenly:
+                return
+            yield [*part, *itertools.islice(itertools.cycle(front), world - len(part))][rank]
 
     def batches(self, units: Iterable[Any], first: int) -> Iterator[Any]:
         """Yield the indices of the batches of one rank's units, from batch ``first`` on."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 import everstep
 from everstep.data import ResumableLoader
@@ -59,6 +59,12 @@ class Unending(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         while True:
             yield from torch.randperm(22).tolist()
+
+
+class Unsized(SequentialSampler):
+    """Does not know how many samples it has."""
+
+    __len__ = None  # type: ignore[assignment]
 
 
 def by_batches(rank: int, world: int) -> ResumableLoader:
@@ -136,6 +142,16 @@ def test_it_deals_as_a_distributed_sampler_does() -> None:
     dropped: list[int] = list(DistributedSampler(Noisy(43), 3, 2, shuffle=False, drop_last=True))
     loader = loader_of(Noisy(43), rank=2, world=3, drop_last=True)
     assert indices(loader) == dropped[: len(loader) * 4]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [40, 43, 2])
+def test_a_sampler_without_a_length_is_dealt_as_one_with_it(length: int, drop_last: bool) -> None:
+    for rank in range(3):
+        options: dict[str, Any] = {"rank": rank, "world": 3, "drop_last": drop_last}
+        wanted = indices(loader_of(Noisy(length), **options))
+        loader = loader_of(Noisy(length), sampler=Unsized(range(length)), **options)
+        assert indices(loader) == wanted
 
 
 def test_a_distributed_sampler_is_taken_as_it_is() -> None:
