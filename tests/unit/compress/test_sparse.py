@@ -25,11 +25,20 @@ from everstep.compress.scan import (
     kernels_for,
     sample_positions,
 )
-from everstep.compress.sparse import Sparse, sampled_threshold, topk
+from everstep.compress.sparse import Sparse, nonzero_count, sampled_threshold, topk
 from everstep.errors import FormatError, OptionError
 
 DTYPES = list(FORMATS)
 Compress = Callable[[torch.Tensor, float], Sparse]
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_counting_leaves_the_memory_resizable(gaps: bool) -> None:
+    """FSDP resizes the storages of gradients."""
+    whole = torch.tensor([0.0, 1.0, -0.0, 2.0, 0.0, 0.0])
+    flat = whole[::2] if gaps else whole
+    assert nonzero_count(flat) == (1 if gaps else 3)
+    whole.untyped_storage().resize_(0)
 
 
 def make_parts_small(patch: pytest.MonkeyPatch) -> None:
