@@ -200,6 +200,29 @@ def test_elsewhere(asks: str, run_folder: Path) -> None:
     assert (found == at_one) == exact
 
 
+def test_an_interrupt_where_a_freed_one_lay(run_folder: Path) -> None:
+    """It has the ``id()`` of one that the loop was handling at the last mark."""
+    world = World()
+    with opened(run_folder, world.state) as ckpt:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            freed = id(error)
+            world.update()
+            ckpt.step()
+        made = [KeyboardInterrupt()]
+        while id(made[-1]) != freed:
+            assert len(made) < 1000
+            made.append(KeyboardInterrupt())
+        try:
+            torch.rand(1)
+            raise made[-1]
+        except KeyboardInterrupt:
+            ckpt.save()
+    step, exact, _ = restored(run_folder, batch_norm=False)
+    assert (step, exact) == (1, False)
+
+
 def check_where_the_mark_is_known(run: Path, world: World, ckpt: Checkpointer) -> None:
     refused, batch_norm = list[str](), isinstance(world.model.norm, nn.BatchNorm1d)
 

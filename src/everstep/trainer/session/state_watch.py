@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -119,7 +119,8 @@ class StateWatch:
         self._random: tuple[str, ...] = ()
         self._tensors: object = None
         self._fresh: MarkSnapshot | None = None
-        self._handled = id(None)  # an exception that the loop was handling at the last mark
+        # Attributes of an exception that the loop was handling at the last mark.
+        self._handled: Mapping[str, Any] | None = None
         self._pending_gradients = PendingGradients(state, updates, tell)
         self._pending_scalers = PendingScalers(state.values, tell)
         # Without a log, whose own checks cover the tensors of optimizers.
@@ -307,8 +308,10 @@ class StateWatch:
         """
         self.lsn_at_mark = self._updates.lsn
         self._fresh = None
-        # Its id only: a reference would keep the frames of its traceback alive.
-        self._handled = id(sys.exc_info()[1])
+        # Its attributes only: a reference to it would keep the frames of its traceback alive, and
+        # its id may be that of a later exception.
+        error = sys.exc_info()[1]
+        self._handled = None if error is None else vars(error)
         self._updates.failed = self.changing = False
         self.last_mark = None
         if survey is None:
@@ -423,18 +426,18 @@ _FORWARD = frozenset((nn.Module._call_impl.__code__, nn.Module._wrapped_call_imp
 _BACKWARD = frozenset((torch.autograd.backward.__code__, torch.autograd.grad.__code__))
 
 
-def mid_step_position(handled: int = id(None)) -> str:
+def mid_step_position(handled: Mapping[str, Any] | None = None) -> str:
     """Return a description of the caller's position if a step may be under way, otherwise "".
 
     Only the caller's own stack is examined: the stack of another thread cannot be walked while that
     thread runs.
 
     Args:
-        handled: id of the exception that was being handled at the end of the last step. A training
-            loop may run within an ``except`` block.
+        handled: attributes, which identify it, of the exception that was being handled at the end
+            of the last step. A training loop may run within an ``except`` block.
     """
     error = sys.exc_info()[1]
-    left = "" if id(error) == handled else _position_of_error(error)
+    left = "" if error is None or vars(error) is handled else _position_of_error(error)
     return _position(sys._getframe(1), _handlers()) or left
 
 
@@ -451,12 +454,12 @@ def _position(frame: FrameType | None, handlers: frozenset[CodeType]) -> str:
     return ""
 
 
-def _position_of_error(error: BaseException | None) -> str:
+def _position_of_error(error: BaseException) -> str:
     """Return a description of the position where an exception, being handled, left the step."""
     # It may have interrupted any instruction, so its traceback does not show how far the step was.
     if isinstance(error, KeyboardInterrupt):
         return "after a KeyboardInterrupt"
-    trace = None if error is None else error.__traceback__
+    trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code in _FORWARD | _BACKWARD:
             return f"after a forward or backward that failed with {type(error).__name__}"
