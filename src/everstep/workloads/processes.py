@@ -64,6 +64,8 @@ def workspace(folder: Path | None, purpose: str) -> Iterator[Path]:
 def interruptible() -> Iterator[Sequence[int]]:
     """Turn SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt, so that cleanup runs.
 
+    A signal whose handler was not installed from Python keeps it, as it could not be restored.
+
     Yields:
         The signals received so far. A library may catch the KeyboardInterrupt and raise another
         error: that, too, leaves as KeyboardInterrupt.
@@ -77,7 +79,11 @@ def interruptible() -> Iterator[Sequence[int]]:
         seen.append(number)
         raise KeyboardInterrupt(f"signal {number}")
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not None
+    ]
     earlier = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield seen

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from everstep.workloads import (
     training_of,
 )
 from everstep.workloads.fingerprint import fingerprint
+from everstep.workloads.processes import interruptible
 
 TINY = GPTConfig(layers=1, width=16, heads=2, context=8)
 TEXT = bytes(np.random.default_rng(7).integers(0, 256, size=4000, dtype=np.uint8))
@@ -281,3 +284,20 @@ class TestTraining:
     def test_impossible_numbers_are_refused(self, numbers: dict[str, int]) -> None:
         with pytest.raises(OptionError):
             TrainingConfig(**{"steps": 10, **numbers})
+
+
+def test_a_handler_that_python_cannot_restore_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a C library that had it before the interpreter began."""
+    look, install = signal.getsignal, signal.signal
+    foreign, before = signal.SIGHUP, signal.getsignal(signal.SIGHUP)
+
+    def installed(number: int, handler: Any) -> Any:
+        earlier = install(number, handler)
+        return None if number == foreign else earlier
+
+    monkeypatch.setattr(signal, "getsignal", lambda n: None if n == foreign else look(n))
+    monkeypatch.setattr(signal, "signal", installed)
+    with interruptible():
+        assert look(foreign) is before
+        assert look(signal.SIGTERM) is not signal.SIG_DFL
+    assert look(signal.SIGTERM) is signal.SIG_DFL
