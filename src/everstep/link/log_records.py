@@ -52,18 +52,18 @@ class LogLayouts:
         known = self._numbers.get(id(layout))
         if known is not None:
             return known[1]
-        dropped = [other for _, other in self._numbers.evict_for(len(layout.placed))]
-        self._free += dropped
-        number = self._free.pop() if self._free else len(self._numbers)
+        self._free += [other for _, other in self._numbers.evict_for(len(layout.placed))]
+        number = self._free[-1] if self._free else len(self._numbers)
         self._send(
             {
                 "kind": "log_layout",
                 "number": number,
                 "layout": layout_to_index(layout),
-                "gone": [other for other in dropped if other != number],
+                "gone": self._free[:-1],
             }
         )
-        # After the send: if that fails, the keeper does not have the layout.
+        # After the send: if that fails, the keeper does not have the layout, and its number is free.
+        del self._free[-1:]
         self._numbers.add(id(layout), (layout, number), len(layout.placed))
         return number
 

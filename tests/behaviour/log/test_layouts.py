@@ -150,6 +150,30 @@ def test_both_sides_mean_the_same_by_a_number(seed: int) -> None:
         assert not told
 
 
+def test_a_number_that_was_not_told_is_given_to_the_next_layout() -> None:
+    """It stays free: where layouts were evicted, another number might be in use already."""
+    failing = [False]
+
+    def send(message: dict[str, Any]) -> None:
+        if failing[0]:
+            raise KeyboardInterrupt
+        receive_layout(known, message)
+
+    known = dict[int, ShardLayout]()
+    ours = LogLayouts(send, LRUCache(4, 8))
+    small = [record_layout([Entry.whole(f"{n}", "U8", (n,))]) for n in range(4)]
+    numbers = {id(layout): ours.number(layout) for layout in small}
+    failing[0] = True
+    with pytest.raises(KeyboardInterrupt):  # of the four, two make room for it
+        ours.number(record_layout([Entry.whole(f"large {n}", "U8", (n,)) for n in range(6)]))
+    failing[0] = False
+    more = [record_layout([Entry.whole(f"more {n}", "U8", (n,))]) for n in range(2)]
+    numbers |= {id(layout): ours.number(layout) for layout in more}
+    for layout in (*small[2:], *more):
+        assert ours.number(layout) == numbers[id(layout)]
+        assert known[numbers[id(layout)]] == layout
+
+
 def test_a_keeper_that_is_told_by_an_older_trainer() -> None:
     known = dict[int, ShardLayout]()
     receive_layout(known, {"kind": "log_layout", "number": 7, "layout": []})

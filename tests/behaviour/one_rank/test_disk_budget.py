@@ -18,8 +18,8 @@ from everstep.format.names import base_dir, segment_dir, timeline_dir
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.disk_space import LogSpace, folder_bytes
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.log.segment_queue import Batch, SegmentQueue
-from everstep.keeper.log.segment_writer import SegmentWriter
+from everstep.keeper.log.segment_queue import Batch, SegmentQueue, StoredRecord
+from everstep.keeper.log.segment_writer import SegmentTimes, SegmentWriter
 from everstep.link.log_records import ENDED
 from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
@@ -206,6 +206,28 @@ def test_what_has_no_room_waits_for_the_base_that_is_under_way(store: Store) -> 
     assert store.told == []
     assert store.reached == sorted(store.reached)
     assert ENDED not in store.reached
+
+
+def test_a_flush_measures_what_it_has_written(store: Store) -> None:
+    """Without the records of the unfinished step, which the next segment has."""
+    measured = list[tuple[int, int, float]]()
+
+    class Measuring(Batch):
+        def segment_written(
+            self, steps: int, size_bytes: int, digest_s: float, times: SegmentTimes
+        ) -> None:
+            measured.append((steps, size_bytes, digest_s))
+
+    segments = store.log.segments
+    segments.batch = Measuring(100)
+    for number, record in enumerate(records_of_steps(1, 3, size_bytes=1000)):
+        item = StoredRecord(number, record.head, record.layout, record.objects, 0, 0.0, record)
+        segments.add(item, 1.0)
+        if number == 4:  # step 2 has two records, and no mark
+            segments.flush()
+    segments.flush()
+    assert measured == [(1, 3000, 3.0), (2, 6000, 6.0)]
+    assert store.steps == [1, 3]
 
 
 def test_what_no_base_makes_room_for_is_told_and_not_written(store: Store) -> None:

@@ -121,6 +121,7 @@ class StoredRecord:
         offset: offset of its data in the arena, in bytes.
         received_s: time of arrival, in seconds of the writer's clock.
         failed: True if there will be no record: digesting it failed.
+        digest_s: seconds spent on digesting it.
     """
 
     number: int
@@ -131,6 +132,7 @@ class StoredRecord:
     received_s: float
     record: LogRecord | None = None
     failed: bool = False
+    digest_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -150,13 +152,13 @@ class _Pending:
     memory_bytes: int = 0
     digest_s: float = 0.0
 
-    def add(self, item: StoredRecord, digest_s: float = 0.0) -> None:
+    def add(self, item: StoredRecord) -> None:
         """Add a record."""
         self.items.append(item)
         self.steps += item.head.kind == "mark"
         self.size_bytes += item.layout.size_bytes
         self.memory_bytes += record_memory_bytes(item.layout.size_bytes, item.objects)
-        self.digest_s += digest_s
+        self.digest_s += item.digest_s
 
 
 class SegmentQueue:
@@ -223,7 +225,8 @@ class SegmentQueue:
             return
         if self.after is None:
             self.after = item.head.step - 1
-        self._pending.add(item, digest_s)
+        item.digest_s = digest_s
+        self._pending.add(item)
         if item.head.kind != "mark":
             return
         self.batch.step_ended(item.head.step, item.received_s)
@@ -248,10 +251,11 @@ class SegmentQueue:
         if self._writer is None or self._failed or not complete:
             return
         # A segment ends with a mark; updates of the unfinished step go to the next one.
-        rest = items[complete:]
-        del items[complete:]
+        self._pending = _Pending()
+        for item in items[:complete]:
+            self._pending.add(item)
         if self._guarded(self._write):
-            for item in rest:
+            for item in items[complete:]:
                 self._pending.add(item)
 
     def catch_up(self) -> None:
