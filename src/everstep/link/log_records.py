@@ -62,7 +62,7 @@ class LogLayouts:
                 "gone": self._free[:-1],
             }
         )
-        # After the send: if that fails, the keeper does not have the layout, and its number is free.
+        # After the send: if that fails, the keeper does not have the layout; the number stays free.
         del self._free[-1:]
         self._numbers.add(id(layout), (layout, number), len(layout.placed))
         return number

@@ -486,7 +486,7 @@ class Counted:
     def call(self, last_s: float = 0.0) -> None:
         self.now += 1
         self.most = max(self.most, self.now)
-        time.sleep(last_s)
+        threading.Event().wait(last_s)
         self.now -= 1
 
 

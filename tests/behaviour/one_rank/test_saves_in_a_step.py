@@ -212,7 +212,7 @@ def test_an_interrupt_where_a_freed_one_lay(run_folder: Path) -> None:
             ckpt.step()
         made = [KeyboardInterrupt()]
         while id(made[-1]) != freed:
-            assert len(made) < 1000
+            assert len(made) < 100_000
             made.append(KeyboardInterrupt())
         try:
             torch.rand(1)

@@ -427,7 +427,6 @@ class Saver(Participant):
         timeout_s = self._options.progress_timeout_s
         begun_s = self._clock.monotonic_s()
         arena = pool.arena
-        word = room.word
         self._captures += 1
         with pool.releasing(room):
             capture = Capture(
@@ -436,9 +435,9 @@ class Saver(Participant):
                 layout=prepared.number,
                 save=save,
                 offset=room.offset,
-                word=word,
+                word=room.word,
                 stream=self._streams and notify is None,
-                incoming=Incoming(lambda: arena.progress(word), timeout_s=timeout_s),
+                incoming=Incoming(lambda: arena.progress(room.word), timeout_s=timeout_s),
                 on_end=lambda ended: self._drop_user(ended, room, keeper, pool),
             )
             block = pool.block(room)
@@ -458,7 +457,7 @@ class Saver(Participant):
             # taken.
             self._lane.run(lambda: self._announce_capture(pending))
             pending.transfer = self._lane.submit(
-                copies.batches, block, lambda end: arena.set_progress(word, end)
+                copies.batches, block, lambda end: arena.set_progress(room.word, end)
             )
             # Only now: a gate that finds the capture needs its transfer.
             self._pending.append(pending)
