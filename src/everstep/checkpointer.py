@@ -29,17 +29,18 @@ from everstep.link.save import Save
 from everstep.restore.start.report import Recovery
 from everstep.run.folder import run_path
 from everstep.seams import Seams
-from everstep.seams.stderr import print_line
-from everstep.state.survey.ownership import DeclaredUpdate
+from everstep.seams.progress import print_line
+from everstep.state.ownership import DeclaredUpdate
 from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.trainer.job.place import RunPlace
-from everstep.trainer.session.calls import CallGuard, exclusive
-from everstep.trainer.session.guards import (
+from everstep.trainer.job.job import RunPlace
+from everstep.trainer.session.calls import (
+    CallGuard,
     check_platform,
     check_resume,
     check_timeout,
     check_usable,
+    exclusive,
     refuse_pickling,
 )
 from everstep.trainer.session.preemption import PreemptionHandler, rank_vote

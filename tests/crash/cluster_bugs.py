@@ -17,17 +17,16 @@ from everstep.commit.deletion import BaseDeletion
 from everstep.commit.job import agreement, messages, offers
 from everstep.commit.job.actions import Perform, Send
 from everstep.commit.job.agreement import Agreement
-from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import Envelope, MarkerNotice
+from everstep.commit.job.messages import COORDINATOR, Envelope, MarkerNotice
 from everstep.commit.job.offers import Choice, Offer
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import RetentionPlan, Watermark
 from everstep.format.message_codec import Stored
 from everstep.keeper.persist import rank_disk as ranks
 from everstep.keeper.persist.rank_disk import RankDisk
-from everstep.restore.fetch import rank_offers as recover_ranks
+from everstep.restore.fetch import rank_copies as recover_ranks
 from tests.crash.sim import rank
 from tests.crash.sim.host import ProcessDisk
 from tests.crash.sim.truth import RUN

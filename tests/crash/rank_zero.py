@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.messages import MarkerNotice, decode_message
+from everstep.commit.job.messages import COORDINATOR, MarkerNotice, decode_message
 from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
 from everstep.format.names import MANIFEST, base_dir, marker_name, shard_name

@@ -14,8 +14,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from everstep.commit.job.actions import Send
-from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.messages import PeerRound
+from everstep.commit.job.messages import COORDINATOR, PeerRound
 from everstep.commit.job.offers import Choice, Source
 from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import CopyRounds, HeldCopies, peer_of

@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 import pytest
 
-import everstep.tiers.slots
+import everstep.tiers.durable_files
 from tests.crash.sim.crashes import Report, enumerate_crashes, enumerate_errors, watch_crashes
 from tests.crash.sim.faults import Fault, Moment, Operation
 from tests.crash.sim.filesystem import SimFileSystem
@@ -28,7 +28,7 @@ DELETING = Fault("crash_after", ops=frozenset({"rename"}), path="*/manifest.json
 @pytest.fixture(autouse=True)
 def park_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data files as tiny as these are worth recycling, too."""
-    monkeypatch.setattr(everstep.tiers.slots, "_WORTH_BYTES", 1)
+    monkeypatch.setattr(everstep.tiers.durable_files, "_WORTH_BYTES", 1)
 
 
 def passes(report: Report, *, operations_min: int) -> None:

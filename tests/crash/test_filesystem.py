@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.files.posix import PosixFileSystem
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.posix import PosixFileSystem
 from tests.crash.sim.faults import Fault, SimulatedCrash
 from tests.crash.sim.filesystem import SimFileSystem
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 import everstep.format.reader
-import everstep.tiers.slots
+import everstep.tiers.durable_files
 from everstep.commit.base_commit import Action, Event, WriteMarker
 from everstep.format.digests import Digester
 from everstep.format.records import manifest_of
@@ -32,7 +32,7 @@ Wrap = Callable[[SimFileSystem], FileSystem]
 @pytest.fixture(autouse=True)
 def park_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data files as tiny as these are worth recycling, too."""
-    monkeypatch.setattr(everstep.tiers.slots, "_WORTH_BYTES", 1)
+    monkeypatch.setattr(everstep.tiers.durable_files, "_WORTH_BYTES", 1)
 
 
 def lying(*ops: str, path: str | None = None) -> Wrap:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from everstep.compress import quantized, scan
+from everstep.compress.feedback import compression
 from everstep.compress.floats import FORMATS
-from everstep.compress.forms import compression
 from everstep.compress.sparse import topk
 from tests.gpu.world import DEVICE, NEEDS_CUDA
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from everstep.arena.memory import Arena
-from everstep.capture.lanes import pinned as pinned_module
-from everstep.capture.lanes.batches import Batch, plan_batches
-from everstep.capture.lanes.cuda import CudaLane, CudaTransfer, Enqueued
-from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.lane import CpuLane
-from everstep.capture.lanes.pinned import PinnedMemory
+from everstep.capture import pinned as pinned_module
+from everstep.capture.batches import Batch, plan_batches
+from everstep.capture.cuda import CudaLane, CudaTransfer, Enqueued
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane
+from everstep.capture.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import byte_view, tensor_entry
@@ -260,9 +260,9 @@ def test_several_devices(lane: CudaLane, arena: Arena) -> None:
 SECOND = """
 import torch
 from everstep.arena.memory import Arena
-from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.cuda import CudaLane
-from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.batches import Batch
+from everstep.capture.cuda import CudaLane
+from everstep.capture.lane import CpuLane
 from everstep.state.values.tensors import byte_view
 lane, block = CudaLane(CpuLane()), torch.frombuffer(Arena.create(1 << 20).view, dtype=torch.uint8)
 tensor = torch.ones(1000, device="cuda:1")

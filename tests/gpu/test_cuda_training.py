@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.lanes.cuda import CudaLane, CudaTransfer
-from everstep.capture.lanes.devices import DeviceLane
+from everstep.capture.cuda import CudaLane, CudaTransfer
+from everstep.capture.devices import DeviceLane
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, StateError
 from everstep.link.registry import list_keepers

@@ -31,7 +31,7 @@ def complaints(rule: Rule, modules: list[Module]) -> list[str]:
 
 def test_sources_were_found() -> None:
     names = {module.name for module in SOURCES}
-    assert {"everstep", "everstep.seams.files.posix", "everstep_bench.drill.plan"} <= names
+    assert {"everstep", "everstep.seams.posix", "everstep_bench.drill.plan"} <= names
     assert "tests.project.test_tidy" in {module.name for module in TESTS}
 
 
@@ -126,8 +126,8 @@ def module(name: str, source: str, *, is_package: bool = False) -> Module:
     [
         ("everstep.errors", "from everstep.options import Method"),
         ("everstep.errors", "import everstep.options"),
-        ("everstep.seams.files.posix", "from everstep import state"),
-        ("everstep.seams.files.posix", "from everstep import Checkpointer"),
+        ("everstep.seams.posix", "from everstep import state"),
+        ("everstep.seams.posix", "from everstep import Checkpointer"),
         ("everstep.state.values.tree", "import everstep"),
         ("everstep.state.values.tree", "from ...commit import machine"),
         ("everstep.commit.base_commit", "def f():\n    from everstep.run.scan import scan"),
@@ -247,7 +247,7 @@ def test_public_names_that_cannot_be_counted() -> None:
 )
 def test_io_past_the_seam(source: str) -> None:
     assert tidy.check_io(module("everstep.format.writer", source))
-    assert not tidy.check_io(module("everstep.seams.files.posix", source))
+    assert not tidy.check_io(module("everstep.seams.posix", source))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_io_through_the_seam(source: str) -> None:
 def test_pickle(source: str) -> None:
     for name in (
         "everstep.state.values.objects",
-        "everstep.seams.files.posix",
+        "everstep.seams.posix",
         "everstep.testing.faultytier",
     ):
         assert tidy.check_pickle(module(name, source))
@@ -336,7 +336,7 @@ def test_full_folder_of_tests() -> None:
 def test_wait(source: str) -> None:
     assert tidy.check_waits(module("everstep.keeper.a", source))
     assert not tidy.check_waits(module("everstep_bench.a", source))
-    known = "import threading\nfrom everstep.seams.processes.conditions import Condition\n"
+    known = "import threading\nfrom everstep.seams.processes.threads import Condition\n"
     assert not tidy.check_waits(
         module("everstep.keeper.a", known + "Condition()\nthreading.Lock()")
     )
@@ -400,9 +400,9 @@ def test_print_that_may_fail(name: str, source: str) -> None:
     [
         (
             "everstep.trainer.session.components",
-            "from everstep.seams.stderr import print_line\nsay('print')",
+            "from everstep.seams.progress import print_line\nsay('print')",
         ),
-        ("everstep.seams.stderr", "print(text, file=stream)"),
+        ("everstep.seams.progress", "print(text, file=stream)"),
         ("everstep.cli.ls", "print(1)"),
         ("everstep.demo.show", "print(1)"),
         ("everstep_bench.drill.show", "print(1)"),

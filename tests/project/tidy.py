@@ -334,7 +334,7 @@ def check_prints(module: Module) -> list[str]:
     ]
 
 
-_MESSAGES = "everstep.seams.stderr"
+_MESSAGES = "everstep.seams.progress"
 
 
 def check_waits(module: Module) -> list[str]:
@@ -348,7 +348,7 @@ def check_waits(module: Module) -> list[str]:
     ]
 
 
-_CONDITIONS = "everstep.seams.processes.conditions"
+_CONDITIONS = "everstep.seams.processes.threads"
 _TORN = (
     "threading.Condition",
     "concurrent.futures.Future",

@@ -6,12 +6,12 @@ from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
-from everstep.link.keeper_stats import KeeperStats
+from everstep.link.messages import KeeperStats
 from everstep.link.save import Save
 from everstep.options import Options, validate_options
-from everstep.plan.costs import Costs
+from everstep.plan.interval import Costs
 from everstep.seams import ManualClock
-from everstep.trainer.budget.log_limits import LogLimits
+from everstep.trainer.budget.host_memory import LogLimits
 from everstep.trainer.log.disk_log import DiskLog
 from everstep.trainer.log.recorder import RecorderStats
 from everstep.trainer.session.cadence import REPLAY_SHARE, Cadence

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.capture.lanes import batches as batches_module
-from everstep.capture.lanes import cuda as cuda_module
+from everstep.capture import batches as batches_module
+from everstep.capture import cuda as cuda_module
 from tests.support.fakecuda import FakeCuda, FakeEvent, cuda_device
 from tests.support.world import TIMEOUT_S, freeze, opened
 

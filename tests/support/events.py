@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import torch
 
+from everstep.capture.batches import Batch, run_batch
 from everstep.capture.dispatch import Dispatch, Duplicates, Unit
-from everstep.capture.lanes.batches import Batch, run_batch
-from everstep.capture.lanes.lane import CpuTransfer, Progress, Transfer
+from everstep.capture.lane import CpuTransfer, Progress, Transfer
 
 SIZE = 8
 

@@ -29,11 +29,11 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.capture import cuda_graphs as graphs_module
-from everstep.capture.lanes import cuda as cuda_module
-from everstep.capture.lanes import pinned as pinned_module
-from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.lane import CpuLane
+from everstep.capture import cuda as cuda_module
+from everstep.capture import cuda as graphs_module
+from everstep.capture import pinned as pinned_module
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane
 from tests.support.world import TIMEOUT_S
 
 __all__ = ["POISON", "Actor", "FakeCuda", "FakeHost", "FakeThreads", "Token", "cuda_device"]

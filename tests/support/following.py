@@ -16,7 +16,7 @@ from everstep.commit.lineage import BaseId
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import Reads
 from everstep.restore.offline.load import load_job
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.offline.memory import OfflineState
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.testing import inspect

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane, CpuTransfer, Progress
 from tests.support.world import Gate
 
 __all__ = ["HeldLane", "gives_up_soon", "held"]

@@ -15,29 +15,27 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import everstep
-from everstep.capture.lanes.lane import CpuLane
-from everstep.capture.live_body import LiveBody
+from everstep.capture.lane import CpuLane, LiveBody
 from everstep.cli import app
 from everstep.commit.lineage import BaseId
-from everstep.format.header import ShardIdentity
+from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.names import SLOTS_DIR, base_dir, timeline_dir
-from everstep.format.plan import BasePlan, plan_files
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.segment_writer import SegmentWriter
+from everstep.keeper.log.segment_queue import SegmentWriter
 from everstep.keeper.persist.committer import commit_base
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.options import LogOptions
 from everstep.restore.load.load import Reads
 from everstep.restore.offline.load import load_job
+from everstep.restore.offline.memory import OfflineState
 from everstep.restore.offline.rebuild import Rebuilder
 from everstep.restore.offline.run_log import RunLog
-from everstep.restore.offline.state import OfflineState
 from everstep.run.scan import scan_run
 from everstep.run.segments import SegmentFound, read_segment, scan_log
 from everstep.seams import PosixFileSystem, Seams
 from everstep.seams.progress import silent
-from everstep.tiers.slots import SlotStore
+from everstep.tiers.durable_files import SlotStore
 from tests.support.world import TIMEOUT_S, forget
 
 __all__ = [

@@ -17,11 +17,10 @@ from everstep.checkpointer import Checkpointer
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, KeeperError, KeeperTimeoutError
 from everstep.format.digests import digest
-from everstep.format.header import ShardIdentity
-from everstep.format.plan import BasePlan, plan_files
+from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.recall_wire import base_from_wire
-from everstep.keeper.process.presence import Registered
+from everstep.keeper.process.connections import Registered
 from everstep.keeper.process.server import Server
 from everstep.keeper.replica.served_replica import ServedReplica
 from everstep.link.capture import shard_offsets
@@ -32,7 +31,7 @@ from everstep.restore.fetch.held import HeldBase
 from everstep.run.folder import open_run_folder, open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import Clock, FileSystem, PosixFileSystem, Seams, SystemClock
-from everstep.seams.network.sockets import close_descriptors, connect_stream, listen_at
+from everstep.seams.sockets import close_descriptors, connect_stream, listen_at
 from everstep.state.layout.entries import Entry
 from everstep.testing import inspect
 from tests.support.world import TIMEOUT_S

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from everstep import Checkpointer
-from everstep.compress.forms import INT8_BELOW
+from everstep.compress.feedback import INT8_BELOW
 from everstep.config.method import Method
 from everstep.config.options import Budget, KeeperOptions, LogOptions
 from everstep.workloads import GPTConfig, Training, TrainingConfig, training_of

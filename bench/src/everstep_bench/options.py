@@ -199,7 +199,7 @@ class StallOptions(Options):
     def begin(self) -> None:
         """Look whether a picture can be drawn."""
         if self.picture is not None:
-            from everstep.cli.common.pictures import check_picture
+            from everstep.cli.plan.schedule import check_picture
 
             check_picture(self.picture)
 
@@ -511,7 +511,7 @@ class TiersOptions(Options):
     def begin(self) -> None:
         """Look whether a picture can be drawn."""
         if self.picture is not None:
-            from everstep.cli.common.pictures import check_picture
+            from everstep.cli.plan.schedule import check_picture
 
             check_picture(self.picture)
 

@@ -1,11 +1,11 @@
 """Host memory for captured state: page-aligned, faulted in ahead of use, reused, within a budget.
 
 ``memory``     the arena: memory that trainer and keeper share
-``allocator``  allocation of ranges within an arena
-``buffers``    private blocks of one process, for chunks in flight to and from the disk
-``reused``     a pool of private blocks, reused after the last view is released
+``allocator``  allocation of ranges within an arena; private blocks of one process, for chunks in
+               flight to and from the disk; a pool of private blocks, reused after the last view is
+               released
 """
 
-from everstep.arena.buffers import PAGE_BYTES, Block
+from everstep.arena.allocator import PAGE_BYTES, Block
 
 __all__ = ["PAGE_BYTES", "Block"]

@@ -21,7 +21,7 @@ writes it, others read it, without a lock. This is correct because
   follows each load: a lock that is released and acquired again, a full barrier on ARM and POWER.
 
 Copies by a device are not covered: the thread that waited for them sets the word
-(:mod:`everstep.capture.lanes.cuda`).
+(:mod:`everstep.capture.cuda`).
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ import torch
 from everstep.errors import FormatError
 from everstep.seams.gather import Gather
 from everstep.seams.memory import memory_at
-from everstep.state.layout.names import SPOT
-from everstep.state.survey.survey import same_objects
+from everstep.state.layout.entries import SPOT
+from everstep.state.survey import same_objects
 
 PHASES = 8
 """Number of steps after which the same elements are sampled again."""
@@ -178,7 +178,7 @@ class MarkComparison:
         None if there is none, or the mark has no samples.
 
         Args:
-            logged: all entries of the mark under :data:`~everstep.state.layout.names.SPOT`.
+            logged: all entries of the mark under :data:`~everstep.state.layout.entries.SPOT`.
             tensors: all tensors of the state, by entry name.
             names: sorted names of all entries when the mark was made, if they may differ now (a
                 provider may show a tensor only while it runs); empty for those of ``tensors``.

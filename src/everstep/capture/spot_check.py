@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 from everstep.seams.gather import Gather
-from everstep.state.layout.names import SAMPLE
+from everstep.state.layout.entries import SAMPLE
 from everstep.state.layout.shards import ShardLayout, plan_shards
-from everstep.state.survey.survey import Survey, same_objects
+from everstep.state.survey import Survey, same_objects
 from everstep.state.values.tensors import byte_view, host_bytes, tensor_entry
 
 _SAMPLES = 4  # of each tensor

@@ -17,7 +17,7 @@ from everstep.cli.ls import STATUS_WORDS
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
     from everstep.run.scan import Inventory
-    from everstep.seams.files.filesystem import DirEntry, FileSystem
+    from everstep.seams.filesystem import DirEntry, FileSystem
 
 
 _ROWS_MAX = 50

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from everstep.format.records import AuditRecord
     from everstep.run.scan import BaseFound
     from everstep.run.segments import SegmentFound
-    from everstep.seams.files.filesystem import FileSystem
+    from everstep.seams.filesystem import FileSystem
     from everstep.state.layout.entries import Entry
 
 
@@ -244,7 +244,7 @@ def _unvouched(file: Any, path: PurePath) -> ShardHeader:
 
 def _rows(found: _Found) -> list[_Row]:
     from everstep.format.log import LOG_OBJECT
-    from everstep.state.layout.names import OBJECT_PREFIX
+    from everstep.state.layout.entries import OBJECT_PREFIX
 
     rows = []
     for file, header in found.headers:
@@ -338,7 +338,7 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
 
 
 def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_tree: bool) -> None:
-    from everstep.run.audits import describe_audit
+    from everstep.run.verify import describe_audit
 
     first = found.headers[0][1].identity
     for base, reason in found.skipped.items():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
     from everstep.restore.offline.run_log import Reach
     from everstep.run.scan import BaseFound, Inventory
-    from everstep.seams.files.filesystem import FileSystem
+    from everstep.seams.filesystem import FileSystem
 
 
 _ROWS_MAX = 50
@@ -76,8 +76,8 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
         NewerFormatError: as ``resume()`` would.
     """
     from everstep.commit.lineage import BaseId, describe_missing_steps
-    from everstep.run.candidates import candidates
     from everstep.run.open_base import OpenBase
+    from everstep.run.scan import candidates
 
     found = candidates(inventory)
     skipped: dict[BaseId, str] = {}
@@ -255,7 +255,7 @@ def _created(base: BaseFound) -> float | None:
 
 def _notes(base: BaseFound, choice: Choice) -> list[str]:
     """Return the problems of a base, one sentence each."""
-    from everstep.run.audits import describe_audit
+    from everstep.run.verify import describe_audit
 
     if base.status in ("condemned", "incomplete"):  # the status says it all
         return []

@@ -134,7 +134,7 @@ def request_status(info: KeeperInfo) -> Status | None:
     format.
     """
     from everstep.link.spawn import connect
-    from everstep.seams.network.sockets import close_descriptors
+    from everstep.seams.sockets import close_descriptors
 
     deadline_s = time.monotonic() + _ANSWER_S
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
     from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
     from everstep.run.scan import Inventory
-    from everstep.seams.files.filesystem import FileSystem
+    from everstep.seams.filesystem import FileSystem
 
 
 _TIMEOUT_S = 120.0
@@ -190,12 +190,10 @@ def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: Chu
 
 
 def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
-    from everstep.capture.lanes.lane import CpuLane
-    from everstep.capture.live_body import LiveBody
+    from everstep.capture.lane import CpuLane, LiveBody
     from everstep.commit.lineage import BaseId
-    from everstep.format.header import ShardIdentity
+    from everstep.format.header import BasePlan, ShardIdentity, plan_files
     from everstep.format.names import SLOTS_DIR, timeline_dir
-    from everstep.format.plan import BasePlan, plan_files
     from everstep.keeper.persist.committer import commit_base
     from everstep.keeper.persist.shard_writer import ShardWriter
     from everstep.restore.load.load import check_contents
@@ -204,7 +202,7 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.run.verify import verify_base
     from everstep.seams import Seams
     from everstep.seams.progress import progress
-    from everstep.tiers.slots import SlotStore
+    from everstep.tiers.durable_files import SlotStore
 
     state = rebuilt.state
     inventory = open_run_folder(filesystem, run)

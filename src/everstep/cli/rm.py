@@ -20,7 +20,7 @@ from everstep.errors import OptionError, StorageError
 
 if TYPE_CHECKING:
     from everstep.run.scan import BaseFound, Inventory
-    from everstep.seams.files.filesystem import DirEntry, FileSystem
+    from everstep.seams.filesystem import DirEntry, FileSystem
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _log_lost(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> 
 
 def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | None:
     """Return the newest base of the current history that verifies, read back now."""
-    from everstep.run.candidates import candidates
+    from everstep.run.scan import candidates
 
     return _first_good(filesystem, inventory, candidates(inventory).ordered)
 

@@ -253,7 +253,7 @@ def _has_ended(one: _Stopping) -> bool:
 def _refusal(one: _Stopping) -> str | None:
     """Return the keeper's reason for refusing, if it has sent one."""
     from everstep.link.wire import error_from_wire
-    from everstep.seams.network.sockets import close_descriptors
+    from everstep.seams.sockets import close_descriptors
 
     if one.connection is None:
         return None

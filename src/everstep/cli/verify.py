@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from everstep.run.scan import BaseFound, Inventory
     from everstep.run.segments import SegmentFound
     from everstep.run.verify import Damage
-    from everstep.seams.files.filesystem import FileSystem
+    from everstep.seams.filesystem import FileSystem
     from everstep.seams.progress import ProgressSink
 
 
@@ -97,7 +97,7 @@ def verify(
     """
     from everstep.format.names import LOG_DIR, timeline_dir
     from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
-    from everstep.run.candidates import candidates
+    from everstep.run.scan import candidates
     from everstep.seams.progress import progress
 
     filesystem = filesystem_of(run)
@@ -285,7 +285,7 @@ def _show(
     segments: list[SegmentFound],
     seconds: float,
 ) -> None:
-    from everstep.run.audits import describe_audit
+    from everstep.run.verify import describe_audit
 
     columns = ("step", "timeline", "status", "entries", "size", "verdict")
     made = table(columns, right=("step", "timeline", "entries", "size"))

@@ -10,9 +10,9 @@ Read in this order:
 ``scan``        search for the largest elements: numpy, plain torch; ``kernels``: Triton
 ``sparse``      ``Sparse``: exact top-k, sampled threshold
 ``quantized``   ``Int8``: eight bits per element and a scale per block
-``forms``       the kinds by name; the adaptive choice by size
 ``lossy``       copies of gradients that training does not consume
-``feedback``    error feedback: the compression error is added to the next gradient
+``feedback``    error feedback: the compression error is added to the next gradient; the kinds by
+                name; the adaptive choice by size
 ``compressor``  ``Compressor``: the optimizer consumes the logged gradients
 ``ddp``         ``DDPCompression``: ranks exchange compressed gradients
 """

@@ -26,9 +26,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of, refuse_residuals
+from everstep.compress.feedback import (
+    ErrorFeedback,
+    Form,
+    can_be_compressed,
+    compression,
+    flat_of,
+    refuse_residuals,
+)
 from everstep.compress.floats import FORMATS, largest_magnitudes
-from everstep.compress.forms import Form, compression
 from everstep.compress.sparse import Sparse, nonzero_count
 from everstep.config.given import named
 from everstep.errors import OptionError, StateError
@@ -69,7 +75,7 @@ class Compressor:
         optimizer: optimizer whose gradients are compressed. A step captured as a CUDA graph is
             refused.
         kind: ``"topk"``, ``"threshold"``, ``"int8"`` or ``"adaptive"``
-            (:mod:`everstep.compress.forms`).
+            (:mod:`everstep.compress.feedback`).
         ratio: fraction of elements that sparse forms keep, in (0, 1].
         dense_below: gradients with fewer elements stay dense.
         error_feedback: add the compression error to the next gradient; costs 4 bytes for each

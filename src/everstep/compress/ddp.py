@@ -32,14 +32,19 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
-from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of, refuse_residuals
+from everstep.compress.feedback import (
+    ErrorFeedback,
+    can_be_compressed,
+    compression,
+    flat_of,
+    refuse_residuals,
+)
 from everstep.compress.floats import FORMATS, NUMEL_MAX, kept_count, largest_magnitudes, narrowed
-from everstep.compress.forms import compression
 from everstep.compress.sparse import Sparse, nonzero_count
 from everstep.config.given import named
 from everstep.errors import OptionError, StateError
+from everstep.state.ownership import memory_of
 from everstep.state.providers.modules import unwrap
-from everstep.state.survey.ownership import memory_of
 
 # torch 2.13 renamed it.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

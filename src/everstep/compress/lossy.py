@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from everstep.compress.feedback import can_be_compressed, flat_of
+from everstep.compress.feedback import INT8_BELOW, Form, adaptive, can_be_compressed, flat_of
 from everstep.compress.floats import largest_magnitudes, narrowed
-from everstep.compress.forms import INT8_BELOW, Form, adaptive
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError
 

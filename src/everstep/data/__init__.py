@@ -3,9 +3,9 @@
 The room runs in the training process and in the loader's worker processes. Read in this order:
 
 ``loader``    :class:`ResumableLoader`, the object that goes into the state
-``orders``    the order of an epoch, and its division among ranks
+``orders``    the order of an epoch, and its division among ranks; random generators, seeded for a
+              moment and put back
 ``fetching``  datasets that make the batches, in workers or in the training process
-``draws``     random generators, seeded for a moment and put back
 """
 
 from __future__ import annotations

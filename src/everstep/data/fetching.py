@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset, get_worker_info
 
-from everstep.data.draws import Draws, Held, number
-from everstep.data.orders import set_epoch_of
+from everstep.data.orders import Draws, Held, number, set_epoch_of
 from everstep.state.values.generators import preserve_rng
 
 Key = tuple[int, ...]

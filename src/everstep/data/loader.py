@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from everstep.config.given import is_int
-from everstep.data.draws import number
 from everstep.data.fetching import Batch, MapData, StreamData, Task, as_it_is, begin_worker
-from everstep.data.orders import Order, Place, Samplers, set_epoch_of
+from everstep.data.orders import Order, Place, Samplers, number, set_epoch_of
 from everstep.errors import OptionError, StateError
-from everstep.state.loaders.positions import MOVED, POSITIONS, length_of, shuffles_in_a_buffer
+from everstep.state.positions import MOVED, POSITIONS, length_of, shuffles_in_a_buffer
 
 
 @dataclass(frozen=True, slots=True)

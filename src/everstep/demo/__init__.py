@@ -8,10 +8,8 @@ All of it runs in the process of the command, except ``child``. Read in this ord
 
 ``plan``        the training, and the kills: a function of the seed
 ``child``       the training process (``python -m everstep.demo.child``)
-``process``     one child: start it, follow it, kill it
-``evidence``    files on disk and bases in memory right after a kill
-``report``      the result as plain data
+``report``      the result as plain data; files on disk and bases in memory right after a kill
 ``verdict``     comparison of both runs
-``supervisor``  runs the plan
+``supervisor``  runs the plan; one child: start it, follow it, kill it
 ``show``        progress lines and the final table
 """

@@ -21,8 +21,8 @@ import everstep
 from everstep.config.options import LogOptions
 from everstep.seams.failpoints import arm
 from everstep.workloads import GPTConfig, Training, TrainingConfig, make_deterministic, training_of
+from everstep.workloads.comparison import JournalWriter
 from everstep.workloads.fingerprint import fingerprint
-from everstep.workloads.journal import JournalWriter
 
 EXIT_ORPHANED = 70
 _DURABLE_TIMEOUT_S = 60.0

@@ -25,9 +25,8 @@ import numpy as np
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
-from everstep.format.header import ShardIdentity, header_size_bytes
+from everstep.format.header import ShardIdentity, ShardPlan, header_size_bytes
 from everstep.format.names import shard_name
-from everstep.format.plan import ShardPlan
 from everstep.state.layout.entries import DTYPE_BYTES, Entry
 from everstep.state.layout.shards import Placed, ShardLayout, overlaps, plan_shards
 

@@ -16,14 +16,11 @@ from typing import Any
 from everstep.arena import Block
 from everstep.errors import DeadlineError
 from everstep.format.digests import Digester, digest, digest_of_file
-from everstep.format.header import ShardIdentity, encode_header
-from everstep.format.plan import ShardPlan
+from everstep.format.header import ShardIdentity, ShardPlan, encode_header
 from everstep.format.records import FileRecord
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
-from everstep.seams.files.stalls import wait_while_active
-from everstep.seams.processes.conditions import Condition, wait_all
-from everstep.seams.processes.threads import IoThreads
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile, wait_while_active
+from everstep.seams.processes.threads import Condition, IoThreads, wait_all
 from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout.shards import Body, Placed, append_objects, at_lsn, pieces
 

@@ -2,22 +2,19 @@
 
 Both processes import this package; it imports neither. Read in this order:
 
-``messages``      kinds of messages, and their encoding as plain dicts
-``wire``          connections: framing, deadlines, file descriptors, errors
-``registry``      find a keeper: registration files and locks
-``spawn``         start a keeper process and connect to it
-``capture``       a base in shared memory: the trainer fills it, the keeper writes it
-``save``          handle of a base in progress
-``job_session``   one rank's place in one start of a job
-``channel``       errors and deadlines of background work
-``waiting``       deadlines of waiting for a keeper
-``keeper_stats``  counters of a keeper
-``log_records``   layouts and memory of records of the gradient log
-``samples``       compare a base in memory with elements of the live state
-``assembly``      data that brings a multi-step capture to one step
+``messages``  kinds of messages, and their encoding as plain dicts; one rank's place in one start of
+              a job; counters of a keeper; layouts and memory of records of the gradient log
+``wire``      connections: framing, deadlines, file descriptors, errors
+``registry``  find a keeper: registration files and locks
+``spawn``     start a keeper process and connect to it
+``capture``   a base in shared memory: the trainer fills it, the keeper writes it
+``save``      handle of a base in progress
+``channel``   errors and deadlines of background work
+``assembly``  data that brings a multi-step capture to one step; compare a base in memory with
+              elements of the live state
 
 Only the training process imports these, as they need torch:
 
-``pool``          blocks of the arena
-``recordable``    which updates can be recorded, and in which form
+``pool``        blocks of the arena
+``recordable``  which updates can be recorded, and in which form
 """

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError
+from everstep.format.header import BasePlan, ShardPlan
 from everstep.format.log import SegmentBody
-from everstep.format.plan import BasePlan, ShardPlan
 from everstep.format.writer import Written
 from everstep.link.save import Save
-from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.memory import copy_view
-from everstep.seams.processes.conditions import Condition
+from everstep.seams.processes.threads import Condition
 from everstep.state.layout.shards import Body, Seen, pieces
 
 _LOOK_AGAIN_S = 0.001

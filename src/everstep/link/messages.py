@@ -49,19 +49,39 @@ Keeper to trainer:
 ``blob``             chunk of the data that ``recalled`` refers to
 ``recalled``         reply to ``recall``
 ``replaced``         another trainer has attached
+
+One rank's place in one start (session) of a job of several ranks.
+
+Counters of a keeper, as it reports them to the trainer.
+
+Records of the gradient log on their way to the keeper: numbers of layouts, memory of records.
+
+A layout is sent once; later records refer to it by number. Both sides forget the layouts that were
+unused for longest (:mod:`everstep.state.layout.lru`), and reuse their numbers. That is safe, as
+messages of a connection arrive in order, and a record that the keeper holds refers to its layout
+itself. No torch is needed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from everstep.format.header import ShardIdentity
-from everstep.format.plan import BasePlan, ShardPlan
+import msgspec
+
+from everstep.arena import PAGE_BYTES
+from everstep.commit.lineage import BaseId
+from everstep.commit.peer_copies import peer_of
+from everstep.errors import KeeperError
+from everstep.format.header import BasePlan, ShardIdentity, ShardPlan
+from everstep.format.log import layout_from_index, layout_to_index
 from everstep.link.capture import Capture
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.replica_digest import ReplicaDigest
+from everstep.state.layout.lru import LRUCache
+from everstep.state.layout.placement import ReplicaDigest
 from everstep.state.layout.shards import Placed, ShardLayout
 
 PROTOCOL = 10
@@ -172,3 +192,220 @@ def _placed_from_wire(fields: Sequence[Any]) -> Placed:
         logical,
     )
     return Placed(entry, begin, end)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSession:
+    """One rank's place in one start of a job.
+
+    Attributes:
+        session: unique name of the start.
+        rank: this rank.
+        disks: by rank, name of the disk that it writes to.
+        peers: by rank, address of its keeper's mailbox.
+        recovered: base that the timeline started from, if durable on all ranks.
+        spare: the same base, if it is not durable on all ranks.
+        unreadable: bases with a manifest that the ranks cannot read completely.
+        again: True if this keeper replaces one that was lost during this start.
+        lost: steps of the bases that were lost with that keeper.
+        nodes: by rank, name of its node; empty if no rank sends copies to peers.
+        unread: True if the base was not completely read from disks, so that its copies there are
+            unverified.
+    """
+
+    session: str
+    rank: int
+    disks: tuple[str, ...]
+    peers: tuple[tuple[str, int], ...]
+    recovered: BaseId | None = None
+    spare: BaseId | None = None
+    unreadable: tuple[BaseId, ...] = ()
+    again: bool = False
+    lost: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    unread: bool = False
+
+    @property
+    def peer(self) -> int | None:
+        """Rank whose keeper holds copies of this rank's bases; None without one."""
+        return peer_of(self.nodes, self.rank) if self.nodes else None
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Ranks whose copies this rank's keeper holds."""
+        return tuple(r for r in range(len(self.nodes)) if peer_of(self.nodes, r) == self.rank)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the fields for a message."""
+        # Bases are structs of msgspec, which asdict() leaves as they are.
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+    @classmethod
+    def from_wire(cls, fields: Mapping[str, Any]) -> JobSession:
+        """Decode the fields of :meth:`to_wire`."""
+        # msgpack returns lists: restore the tuples.
+        return cls(
+            fields["session"],
+            fields["rank"],
+            tuple(fields["disks"]),
+            tuple((host, port) for host, port in fields["peers"]),
+            _base(fields["recovered"]),
+            _base(fields["spare"]),
+            tuple(BaseId(*base) for base in fields["unreadable"]),
+            fields["again"],
+            tuple(fields["lost"]),
+            tuple(fields["nodes"]),
+            fields["unread"],
+        )
+
+
+def mailbox_error(host: str, port: int, error: OSError) -> KeeperError:
+    """Return the error for a mailbox that cannot be opened."""
+    return KeeperError(
+        f"the mailbox for the other ranks cannot be opened at {host}, port {port}: "
+        f"{error.strerror or error}",
+        hint="MASTER_ADDR must be an address that this machine can reach",
+    )
+
+
+def _base(fields: Sequence[int] | None) -> BaseId | None:
+    return None if fields is None else BaseId(*fields)
+
+
+@dataclass(slots=True)
+class KeeperStats:
+    """Counters of a keeper since its start.
+
+    Attributes:
+        committed: number of bases committed.
+        failed: number of bases that failed.
+        written_bytes: bytes of bases written.
+        linked_bytes: bytes of static entries in files that were linked instead of written.
+        persist_s: seconds from the start of writing to the commit, summed over bases.
+        retain_s: seconds in retention, including read-backs.
+        log_bytes: bytes of log segments written.
+        log_batch_steps: steps of the next segment.
+        cpu_s: processor time of the keeper process in seconds; 0 for a keeper thread.
+        copied: number of copies of bases in other tiers.
+        copied_bytes: bytes of these copies.
+        copied_steps: steps of the log copied to other tiers.
+        copied_log_bytes: bytes of these steps.
+        copy_missed: steps of the log that will not be copied.
+        peered: number of bases sent to the memory of another node.
+        peered_bytes: bytes of these bases.
+        peers_passed_over: number of bases not sent, as newer ones came too fast.
+        held: number of bases that live in memory and were complete there.
+        peered_steps: steps of the log sent to the memory of another node.
+        peer_missed: steps of the log that will not be sent.
+        durable_step: step of the newest durable base; None without one.
+    """
+
+    committed: int = 0
+    failed: int = 0
+    written_bytes: int = 0
+    linked_bytes: int = 0
+    persist_s: float = 0.0
+    retain_s: float = 0.0
+    log_bytes: int = 0
+    log_batch_steps: int = 0
+    cpu_s: float = 0.0
+    copied: int = 0
+    copied_bytes: int = 0
+    copied_steps: int = 0
+    copied_log_bytes: int = 0
+    copy_missed: int = 0
+    peered: int = 0
+    peered_bytes: int = 0
+    peers_passed_over: int = 0
+    held: int = 0
+    peered_steps: int = 0
+    peer_missed: int = 0
+    durable_step: int | None = None
+
+
+# Values of the newer keeper instead of counters: they are not summed.
+_NEWEST = ("durable_step", "log_batch_steps")
+_COUNTS = [one.name for one in dataclasses.fields(KeeperStats) if one.name not in _NEWEST]
+
+
+def add_stats(one: KeeperStats, other: KeeperStats) -> KeeperStats:
+    """Return the sum of the counters of two keepers; ``other`` is the newer one."""
+    both = KeeperStats(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTS})
+    both.durable_step = one.durable_step if other.durable_step is None else other.durable_step
+    both.log_batch_steps = other.log_batch_steps or one.log_batch_steps
+    return both
+
+
+ENDED = 1 << 62
+"""Sent instead of the number of the last record on disk: a segment failed, none will follow."""
+
+
+class LogLayouts:
+    """Layouts that one keeper has received.
+
+    Args:
+        send: sends a message to the keeper.
+        numbers: layouts with a number; None for none.
+
+    Attributes:
+        lock: to be held from the call of :meth:`number` until the message with that number was
+            sent:
+            otherwise another thread could give the number to another layout first.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[dict[str, Any]], None],
+        numbers: LRUCache[int, tuple[ShardLayout, int]] | None = None,
+    ) -> None:
+        self.lock = threading.Lock()
+        self._send = send
+        self._numbers = LRUCache() if numbers is None else numbers
+        self._free: list[int] = []
+
+    def number(self, layout: ShardLayout) -> int:
+        """Return the number of a layout, after sending the layout if the keeper does not have
+        it."""
+        # id() is a safe key only because the cached value refers to the layout: while the entry
+        # exists, no other object can get the same id.
+        known = self._numbers.get(id(layout))
+        if known is not None:
+            return known[1]
+        self._free += [other for _, other in self._numbers.evict_for(len(layout.placed))]
+        number = self._free[-1] if self._free else len(self._numbers)
+        self._send(
+            {
+                "kind": "log_layout",
+                "number": number,
+                "layout": layout_to_index(layout),
+                "gone": self._free[:-1],
+            }
+        )
+        # After the send: if that fails, the keeper does not have the layout; the number stays free.
+        del self._free[-1:]
+        self._numbers.add(id(layout), (layout, number), len(layout.placed))
+        return number
+
+
+def receive_layout(known: dict[int, ShardLayout], message: dict[str, Any]) -> None:
+    """Store a layout that the trainer has sent (keeper side).
+
+    Raises:
+        FormatError: the message holds an invalid layout.
+    """
+    # Before the new layout is stored: it may reuse one of these numbers.
+    for number in message.get("gone", ()):
+        known.pop(number, None)
+    known[message["number"]] = layout_from_index(message["layout"])
+
+
+RECORD_BYTES = 2048
+"""Python objects of one record, in bytes: measured (CPython 3.11) about 1250 in the keeper and 400
+in the training process."""
+
+
+def record_memory_bytes(tensors_bytes: int, objects: Mapping[str, bytes]) -> int:
+    """Return the memory of a record in bytes: whole pages of the arena, and Python objects."""
+    pages = -(-max(1, tensors_bytes) // PAGE_BYTES)
+    return pages * PAGE_BYTES + sum(map(len, objects.values())) + RECORD_BYTES

@@ -12,8 +12,8 @@ import torch
 from everstep.arena.allocator import Allocator
 from everstep.arena.memory import PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
-from everstep.seams.files.stalls import StallTimer
-from everstep.seams.processes.conditions import Condition
+from everstep.seams.filesystem import StallTimer
+from everstep.seams.processes.threads import Condition
 
 _WARM_BYTES = 64 << 20
 _NO_WORD = -1

@@ -28,8 +28,7 @@ from everstep.link.registry import (
     read_tail,
 )
 from everstep.link.wire import SEND_TIMEOUT_S, Connection
-from everstep.seams.files.locks import LockedFile, lock_file
-from everstep.seams.network.sockets import UnixStream, connect_stream, own_uid
+from everstep.seams.locks import LockedFile, lock_file
 from everstep.seams.processes.processes import (
     detach_from_parent,
     portable_environment,
@@ -38,7 +37,8 @@ from everstep.seams.processes.processes import (
     start_detached,
 )
 from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
-from everstep.seams.stderr import print_line
+from everstep.seams.progress import print_line
+from everstep.seams.sockets import UnixStream, connect_stream, own_uid
 
 LINGER_S = 600.0
 """Default time for which a keeper waits for a trainer to return."""

@@ -24,7 +24,7 @@ import msgpack
 from everstep import errors
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.seams.clock import WaitBudget
-from everstep.seams.network.sockets import (
+from everstep.seams.sockets import (
     FDS_MAX,
     PeerProcess,
     UnixStream,

@@ -23,8 +23,8 @@ from everstep.link.registry import KeeperInfo, keepers_of
 from everstep.link.spawn import connect
 from everstep.link.wire import Connection
 from everstep.restore.fetch.held import KeeperContents
-from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.network.sockets import close_descriptors
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.sockets import close_descriptors
 
 _log = logging.getLogger("everstep")
 _REPLY_TIMEOUT_S = 10.0

@@ -26,14 +26,13 @@ from everstep.look.run_view import BaseDeletedError, RestorePoint, RunView
 from everstep.restore.load.targets import restore_into
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
 from everstep.restore.start.report import evidence
-from everstep.run.audits import describe_audit
-from everstep.run.candidates import Skipped
 from everstep.run.folder import run_path
-from everstep.run.scan import scan_run
+from everstep.run.scan import Skipped, scan_run
+from everstep.run.verify import describe_audit
 from everstep.seams import PosixFileSystem
-from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem
 from everstep.seams.processes.processes import available_cores
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.entries import OBJECT_PREFIX
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State

@@ -25,17 +25,15 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker
-from everstep.restore.fetch.held import HeldBase, KeeperContents
-from everstep.restore.fetch.peer_copy import files_over
+from everstep.restore.fetch.held import HeldBase, KeeperContents, files_over
 from everstep.restore.log.reach import Reachable, nothing_restorable, reachable
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
 from everstep.restore.offline.run_log import RunLog
-from everstep.restore.start.missing_sections import missing_sections
-from everstep.run.audits import audit_of, describe_audit
-from everstep.run.candidates import Candidates, Skipped
+from everstep.restore.start.report import missing_sections
 from everstep.run.chain import Chain
-from everstep.run.scan import BaseFound, Inventory, scan_base, scan_run
-from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.run.scan import BaseFound, Candidates, Inventory, Skipped, scan_base, scan_run
+from everstep.run.verify import audit_of, describe_audit
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.files import ReadingFileSystem
 
 _NOBODY = Candidates((), ())

@@ -13,6 +13,8 @@ import torch
 from torch.optim import SGD, Optimizer, SparseAdam
 
 from everstep.errors import ReplayError, UnsupportedStateError
+from everstep.replay.blocked import Blocked
+from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import (
     HALVES,
     Exactness,
@@ -26,8 +28,6 @@ from everstep.replay.exactness import (
     variant_of,
 )
 from everstep.replay.functional import KINDS
-from everstep.replay.fused.blocked import Blocked
-from everstep.replay.fused.cuts import has_gaps
 from everstep.replay.optimizer_step import build, set_options, step_over
 from everstep.replay.self_test import blocks_are_exact
 from everstep.replay.updates import Gradient, Update, is_widening

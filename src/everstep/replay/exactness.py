@@ -25,7 +25,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import OptionError
-from everstep.replay.fused.cuts import has_gaps
+from everstep.replay.cuts import has_gaps
 from everstep.state.values.tensors import local_tensor
 
 Kind = type[Optimizer]

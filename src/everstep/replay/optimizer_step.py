@@ -27,7 +27,7 @@ from torch.optim import (
 from torch.optim import optimizer as torch_hooks
 
 from everstep.errors import UnsupportedStateError
-from everstep.replay.fused.cuts import copied
+from everstep.replay.cuts import copied
 from everstep.replay.updates import Gradient, Packed, Update, dense
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from everstep.replay.blocked import ALIGNMENT_ELEMENTS, UNFUSED_ELEMENTS, Blocked
 from everstep.replay.exactness import HALVES
-from everstep.replay.fused.blocked import ALIGNMENT_ELEMENTS, UNFUSED_ELEMENTS, Blocked
 from everstep.replay.optimizer_step import build, step_over
 from everstep.replay.updates import Update
 

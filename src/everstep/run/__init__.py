@@ -3,18 +3,16 @@
 Used by trainer, keeper and command-line processes alike; only ``tensors`` and ``shape`` import
 torch. Read in this order:
 
-``scan``        inventory of the folder: names and records, no data
-``candidates``  order in which a resume tries the bases
-``chain``       reach of the gradient log from each base
-``segments``    segments of the log, and their records
-``log_reads``   records of the log, read ahead of replay
-``open_base``   a base opened for reading, with its redo file
-``shape``       digest of the composition of a base
-``tensors``     entries of log records as tensors
-``prefetch``    items of a generator, produced ahead in a thread
-``verify``      full read-back of a base
-``audits``      audit that a restored state rests on
-``folder``      creation and checks of the folder at the start of a process
-``fence``       detection of a newer process that has taken the run over
-``uncondemn``   withdrawal of a pending deletion
+``scan``       inventory of the folder: names and records, no data; order in which a resume tries
+               the bases
+``chain``      reach of the gradient log from each base
+``segments``   segments of the log, and their records
+``log_reads``  records of the log, read ahead of replay
+``open_base``  a base opened for reading, with its redo file
+``tensors``    entries of log records as tensors; digest of the composition of a base
+``prefetch``   items of a generator, produced ahead in a thread
+``verify``     full read-back of a base; audit that a restored state rests on
+``folder``     creation and checks of the folder at the start of a process
+``fence``      detection of a newer process that has taken the run over
+``uncondemn``  withdrawal of a pending deletion
 """

@@ -14,7 +14,7 @@ from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, parse_timeline, t
 from everstep.format.records import RunRecord, TimelineRecord
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import Seams
-from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem
 from everstep.seams.fingerprint import fingerprint, process_name
 from everstep.seams.machine import real_path, with_home
 from everstep.tiers.durable_files import (

@@ -22,7 +22,7 @@ from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import BaseFound
 from everstep.run.segments import read_heads, read_records
-from everstep.seams.files.filesystem import FileSystem, ReadFile
+from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.placement import Placement

@@ -40,7 +40,7 @@ from everstep.format.reader import read_body, read_header, read_record_bytes
 from everstep.format.records import FileRecord, Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import not_a_directory
-from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
 
 _REREAD = 32  # known segments that each scan reads again

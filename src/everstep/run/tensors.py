@@ -1,15 +1,21 @@
-"""Tensors of log records."""
+"""Tensors of log records.
+
+Shape digest of a base, which the gradient log is compared with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.seams.machine import memory_available_bytes
+from everstep.state.layout.entries import OBJECT_PREFIX, shape_digest
 from everstep.state.layout.shards import Placed
+from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.values.tensors import torch_dtype
 
 _COMPLEX_BYTES = 16  # alignment; torch's kernels crash on a complex128 that lacks it
@@ -78,3 +84,22 @@ def _from_memory(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -
         return torch.frombuffer(data, dtype=dtype).view(shape)
     except ValueError as error:
         raise DamageError(f"a log entry is not aligned for its dtype: {error}") from error
+
+
+def shape_of_base(
+    placed: Iterable[Placed], aliases: Mapping[str, str], trees: Mapping[str, Any]
+) -> str:
+    """Return the shape digest of a base (see :mod:`everstep.state.layout.entries`).
+
+    Args:
+        placed: entries of the base; objects are ignored.
+        aliases: other names of tensors, and the names of their entries.
+        trees: decoded objects by section.
+    """
+    entries = [p.entry for p in placed if not p.entry.name.startswith(OBJECT_PREFIX)]
+    groups = {}
+    for section, tree in trees.items():
+        names = OptimizerProvider.groups_of(tree)
+        if names is not None:
+            groups[section] = names
+    return shape_digest(entries, aliases, groups)

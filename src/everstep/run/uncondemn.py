@@ -6,9 +6,8 @@ import contextlib
 from pathlib import PurePath
 
 from everstep.format.names import CONDEMNED, MANIFEST
-from everstep.seams.files.filesystem import FileSystem
-from everstep.tiers.contract import Tier
-from everstep.tiers.streams import read_record
+from everstep.seams.filesystem import FileSystem
+from everstep.tiers.contract import Tier, read_record
 
 
 def uncondemn(filesystem: FileSystem, directory: PurePath) -> bool:

@@ -25,8 +25,8 @@ from typing import Any
 from everstep.errors import OptionError
 from everstep.seams.clock import Clock, ManualClock, SystemClock
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
-from everstep.seams.files.posix import PosixFileSystem
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.seams.posix import PosixFileSystem
 
 __all__ = [
     "Clock",
@@ -49,7 +49,7 @@ class Seams:
     Attributes:
         filesystem: reads and writes files.
         clock: measures time.
-        lane: makes the copy lane (a ``capture.lanes.lane.Lane``, which this package cannot import);
+        lane: makes the copy lane (a ``capture.lane.Lane``, which this package cannot import);
             None: the engine chooses.
         group: makes the group of ranks (a ``network.group.Group``) from a timeout in seconds, or
             returns None for a process that trains by itself. If this attribute is None, the group

@@ -25,23 +25,21 @@ from torch.optim import Optimizer
 
 from everstep.errors import OptionError, StateError, UnsupportedStateError
 from everstep.state.coverage import Coverage
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import RESERVED, RNG_SECTION, is_reserved
-from everstep.state.layout.replica_digest import ReplicaDigest
-from everstep.state.loaders.positions import POSITIONS, is_followed, loader_within
+from everstep.state.layout.entries import RESERVED, RNG_SECTION, Entry, is_reserved
+from everstep.state.layout.placement import ReplicaDigest
+from everstep.state.ownership import DeclaredUpdate, OwnershipRules
+from everstep.state.positions import POSITIONS, is_followed, loader_within
 from everstep.state.providers.modules import ModuleProvider, ParameterNames, named_parameters
 from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
 from everstep.state.providers.plain import Occurrences, PlainProvider, RngProvider, held_memory
 from everstep.state.providers.provider import Provider, RestorePlan, Saved
 from everstep.state.providers.stateful import LoaderProvider, Stateful, StatefulProvider
 from everstep.state.providers.zero import ZeroProvider, is_zero
-from everstep.state.ranks.ddp_buckets import BUCKETS_SECTION, DDPBuckets
-from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
+from everstep.state.ranks.ddp import BUCKETS_SECTION, DDPBuckets
 from everstep.state.ranks.rank_share import RankShare
-from everstep.state.ranks.writers import WriterAssignment
-from everstep.state.survey.ownership import DeclaredUpdate, OwnershipRules
-from everstep.state.survey.survey import SectionContents, Survey, SurveyBuilder, unsupported
-from everstep.state.values.refusals import copied_state_dict_owner
+from everstep.state.ranks.writers import ONE_RANK, RankInfo, WriterAssignment
+from everstep.state.survey import SectionContents, Survey, SurveyBuilder, unsupported
+from everstep.state.values.objects import copied_state_dict_owner
 from everstep.state.values.tree import references, split
 
 NOT_SAVED = "not in the checkpoint"

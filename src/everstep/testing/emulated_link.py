@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.lane import CpuLane
-from everstep.seams.processes.conditions import Condition
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane
+from everstep.seams.processes.threads import Condition
 
 
 class EmulatedLink(CpuLane):

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from everstep.errors import PermissionDeniedError, UnreachableError
-from everstep.seams.files.filesystem import ReadFile
-from everstep.tiers.contract import Item, Tier, Traits
+from everstep.seams.filesystem import ReadFile
+from everstep.tiers.contract import Item, Tier, Traits, read_whole
 from everstep.tiers.memory import MemoryFile
-from everstep.tiers.streams import read_whole
 
 FaultKind = Literal[
     "unavailable",

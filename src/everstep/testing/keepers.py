@@ -21,9 +21,9 @@ from everstep.link.registry import (
 )
 from everstep.link.spawn import connect
 from everstep.run.folder import run_path
-from everstep.seams.files.locks import lock_file
-from everstep.seams.network.sockets import close_descriptors
+from everstep.seams.locks import lock_file
 from everstep.seams.processes.processes import PidWatch
+from everstep.seams.sockets import close_descriptors
 
 _ANSWER_S = 15.0
 _END_S = 20.0

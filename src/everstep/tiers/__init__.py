@@ -2,17 +2,16 @@
 
 Used in training and keeper processes. Read in this order:
 
-``contract``       what every tier guarantees; ``testing/conformance`` tests it
+``contract``       what every tier guarantees; ``testing/conformance`` tests it; read sources
+                   completely, with checks
 ``memory``         objects in memory; files read from memory
 ``disk_tier``      objects as files in a directory
 ``object``         objects in a store (S3 and similar)
 ``retry``          retry operations that a store refuses temporarily
 ``watched``        detect calls that hang
-``rate``           limit the number of objects per hour
 ``options``        options that a user sets for a place
 ``urls``           open the tier that a URL or path names
 ``files``          a tier as a file system for reading
-``streams``        read sources completely, with checks
-``durable_files``  small durable files on disk; errors of the operating system as our errors
-``slots``          files of deleted bases, kept for reuse
+``durable_files``  small durable files on disk; errors of the operating system as our errors; files
+                   of deleted bases, kept for reuse
 """

@@ -15,8 +15,8 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from everstep.format.names import TEMPORARY_SUFFIX
-from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
-from everstep.tiers.contract import Item, Traits, check_name
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.tiers.contract import Item, Traits, check_name, pieces_of
 from everstep.tiers.durable_files import (
     create_exclusive,
     ensure_dirs,
@@ -24,7 +24,6 @@ from everstep.tiers.durable_files import (
     storage_errors,
     sync_if_allowed,
 )
-from everstep.tiers.streams import pieces_of
 
 _T = TypeVar("_T")
 _ATTEMPTS = 8

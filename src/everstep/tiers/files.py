@@ -15,12 +15,12 @@ from everstep.errors import (
     OptionError,
     PermissionDeniedError,
 )
-from everstep.seams.files.filesystem import DirEntry, ReadFile, WriteFile
+from everstep.seams.filesystem import DirEntry, ReadFile, WriteFile
 from everstep.tiers.contract import Item, Tier
 
 
 class ReadingFileSystem:
-    """The writing half of :class:`everstep.seams.files.filesystem.FileSystem`: all methods raise
+    """The writing half of :class:`everstep.seams.filesystem.FileSystem`: all methods raise
     EROFS.
     """
 
@@ -54,7 +54,7 @@ class ReadingFileSystem:
 
 
 class TierFileSystem(ReadingFileSystem):
-    """The reading half of :class:`everstep.seams.files.filesystem.FileSystem` on a tier.
+    """The reading half of :class:`everstep.seams.filesystem.FileSystem` on a tier.
 
     Errors are the ``OSError`` that a file system would raise, with the tier's message. Writing
     raises EROFS.

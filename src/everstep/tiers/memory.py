@@ -6,10 +6,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from everstep.seams.files.filesystem import ReadFile
+from everstep.seams.filesystem import ReadFile
 from everstep.seams.memory import copy_view
-from everstep.tiers.contract import Item, Traits, check_name
-from everstep.tiers.streams import read_whole
+from everstep.tiers.contract import Item, Traits, check_name, read_whole
 
 
 class MemoryFile:

@@ -32,9 +32,8 @@ from everstep.errors import (
     UnavailableError,
     UnreachableError,
 )
-from everstep.seams.files.filesystem import ReadFile
-from everstep.tiers.contract import Item, Traits, check_name
-from everstep.tiers.streams import pieces_of, read_whole
+from everstep.seams.filesystem import ReadFile
+from everstep.tiers.contract import Item, Traits, check_name, pieces_of, read_whole
 
 # obstore passes on its client's errors as text only. These patterns take out the facts that are
 # safe to repeat; none of them matches an address or a signature.

@@ -21,7 +21,7 @@ from everstep.errors import (
     UnreachableError,
 )
 from everstep.seams.clock import Clock, SystemClock
-from everstep.seams.files.filesystem import ReadFile
+from everstep.seams.filesystem import ReadFile
 from everstep.tiers.contract import Item, Tier, Traits
 
 _T = TypeVar("_T")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from everstep.seams.clock import Clock
-from everstep.seams.files.filesystem import ReadFile
+from everstep.seams.filesystem import ReadFile
 from everstep.tiers.contract import Tier
 
 _WORDS = {

@@ -16,7 +16,7 @@ from everstep.errors import AuditError
 from everstep.format.header import ShardIdentity
 from everstep.link.save import Save
 from everstep.restore.start.report import Resumed
-from everstep.state.survey.survey import Survey
+from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Service
 
 

@@ -5,11 +5,11 @@
 ``training``  model, optimizer, schedule and loader as one object with ``step()``
 
 ``fingerprint``  digests of the live state of a training, without everstep's own code
-``journal``      progress reports of a training process
-``comparison``   differences between two trainings: live states and losses
+``comparison``   differences between two trainings: live states and losses; progress reports of a
+                 training process
 ``processes``    folder, environment and signals of processes that train
 
-``published``    networks from papers, for plans of captures
+``published``  networks from papers, for plans of captures
 """
 
 from __future__ import annotations

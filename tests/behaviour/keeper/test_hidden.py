@@ -26,8 +26,8 @@ from everstep.link.registry import (
 from everstep.link.spawn import SpawnOptions, connect
 from everstep.link.wire import error_from_wire
 from everstep.seams import ManualClock
-from everstep.seams.files.locks import file_identity
-from everstep.seams.network.sockets import listen_at
+from everstep.seams.locks import file_identity
+from everstep.seams.sockets import listen_at
 from tests.support.fakekeeper import TIMEOUT_S, info_of
 from tests.support.following import until
 from tests.support.log.last_mark import Training, resumed, same

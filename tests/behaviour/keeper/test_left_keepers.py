@@ -16,7 +16,7 @@ from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo
 from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
-from everstep.seams.network.sockets import close_descriptors
+from everstep.seams.sockets import close_descriptors
 from everstep.testing import inspect
 from everstep.trainer.attach import attach as left_keepers
 from tests.support.serving import Bench, bench, die, serving

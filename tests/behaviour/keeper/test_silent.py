@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import DeadlineError, EverstepError
-from everstep.link.waiting import ReplicaProgress
 from everstep.seams.clock import ManualClock
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import Silence
+from everstep.trainer.attach.requests import ReplicaProgress
 from tests.support.following import until
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.lost_keepers import keeper_of, stopped

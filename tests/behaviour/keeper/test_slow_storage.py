@@ -21,19 +21,19 @@ from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist import job_committer as commits_module
 from everstep.keeper.persist.job_committer import JobCommitter
+from everstep.keeper.process.duty import AttachedTrainer
 from everstep.keeper.retain.history import HistoryFlush
 from everstep.keeper.ship.couriers import Couriers
-from everstep.link.job_session import JobSession
+from everstep.link.messages import JobSession
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, complete
 from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
-from everstep.seams.files.stalls import StallTimer, wait_while_active
+from everstep.seams.filesystem import StallTimer, wait_while_active
 from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.requests import Replies

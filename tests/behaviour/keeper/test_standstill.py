@@ -17,20 +17,20 @@ import pytest
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.capture.dispatch import Dispatch
-from everstep.capture.lanes.lane import CpuTransfer
+from everstep.capture.lane import CpuTransfer
 from everstep.errors import DeadlineError
 from everstep.format.reader import read_result
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, _wait
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
-from everstep.link.waiting import ReplicaProgress
 from everstep.seams import ManualClock, SystemClock
 from everstep.seams import clock as clock_module
 from everstep.seams.clock import RunningTime, WaitBudget
-from everstep.seams.processes.conditions import Condition, Outcome, wait_all, wait_done
+from everstep.seams.processes.threads import Condition, Outcome, wait_all, wait_done
 from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.watched import WatchedTier
+from everstep.trainer.attach.requests import ReplicaProgress
 from tests.support.events import Capture
 from tests.support.following import until
 from tests.support.lost_keepers import stopped
@@ -299,7 +299,7 @@ CHILD = """
 import sys, threading
 from everstep.link.channel import BackgroundChannel
 from everstep.seams import SystemClock
-from everstep.seams.processes.conditions import Outcome, wait_done
+from everstep.seams.processes.threads import Outcome, wait_done
 
 clock, future = SystemClock(), Outcome()
 channel = BackgroundChannel("raise", clock, progress_timeout_s=float(sys.argv[1]))

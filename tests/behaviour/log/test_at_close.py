@@ -20,8 +20,7 @@ from everstep.errors import (
 )
 from everstep.format.names import base_dir, shard_name
 from everstep.link.registry import list_keepers
-from everstep.restore.start.report import Recovery
-from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.report import Recovery, ResumeRequest
 from everstep.restore.start.resume import resume
 from everstep.trainer.session import start as starts
 from tests.support.keepers import end_keepers

@@ -20,7 +20,7 @@ from everstep.errors import (
     RecoveryError,
 )
 from everstep.keeper.log.segment_queue import SegmentQueue
-from everstep.link.log_records import ENDED
+from everstep.link.messages import ENDED
 from everstep.options import Budget, LogOptions
 from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper

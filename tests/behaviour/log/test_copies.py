@@ -22,9 +22,8 @@ from everstep.errors import OptionError
 from everstep.format.names import LOG_DIR
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.process.duties import Duties
-from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.courier import CopyPlace, Courier
 from everstep.keeper.ship.log_copies import LogCopies
-from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.fetch import files_ahead, rank_copies
 from everstep.restore.fetch.peers import FetchResult, fetch_plan
 from everstep.restore.start import rank_restore

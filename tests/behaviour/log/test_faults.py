@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import everstep
-from everstep.capture.lanes.batches import Batch
+from everstep.capture.batches import Batch
 from everstep.capture.mark_samples import MarkSampler
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, MismatchError
@@ -218,7 +218,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
 
     monkeypatch.setattr(HeldLane, "gate", Gate())
     HeldLane.gate.open()
-    monkeypatch.setattr("everstep.capture.lanes.devices.CpuLane", HeldLane, raising=False)
+    monkeypatch.setattr("everstep.capture.devices.CpuLane", HeldLane, raising=False)
     monkeypatch.setattr("everstep.trainer.session.components.CpuLane", HeldLane)
     with everstep.Checkpointer(
         run_folder, state, method=DENSE, every=100, log=log, keeper=process

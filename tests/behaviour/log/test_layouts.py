@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.link.log_records import LogLayouts, receive_layout
+from everstep.link.messages import LogLayouts, receive_layout
 from everstep.link.recordable import Layouts, record_layout
 from everstep.options import KeeperOptions, LogOptions
 from everstep.state.layout import lru as recent

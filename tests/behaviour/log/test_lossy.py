@@ -28,7 +28,7 @@ from everstep.keeper.replica import lossy_update
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.updates import Packed, dense
 from everstep.restore.redo.updates import update_from_record
-from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
+from everstep.state.layout.entries import GRADIENT, UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.support.log.lossy import large_and_small, log_of, raw, record_of
 from tests.support.logged import opened, rewrite_segment, segments_of

@@ -16,14 +16,14 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.peer_log import PeerLog, pack_steps
+from everstep.restore.fetch.held import PeerLog, pack_steps
 from everstep.restore.log.log_found import LogFound, LogReader
 from everstep.restore.redo.driver import verified_steps
 from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem
-from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.values.objects import encode
 from everstep.tiers.contract import Item
 from everstep.tiers.files import TierFileSystem

@@ -25,7 +25,7 @@ from everstep.restore.redo import live
 from everstep.restore.redo.driver import Step
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record
-from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode, encode
 from everstep.testing import inspect

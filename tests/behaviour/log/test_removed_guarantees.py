@@ -23,7 +23,7 @@ from everstep.restore.log.log_found import LogReader
 from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
-from everstep.state.survey.ownership import Owner
+from everstep.state.ownership import Owner
 from everstep.testing import inspect
 from everstep.trainer.log import update_inputs as consumed_module
 from everstep.trainer.log.recorder import Recorder

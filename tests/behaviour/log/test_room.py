@@ -10,7 +10,7 @@ import pytest
 
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.names import TEMPORARY_SUFFIX, marker_name, segment_dir, shard_name
-from everstep.keeper.log import segment_writer
+from everstep.keeper.log import segment_queue
 from everstep.keeper.retain.deletion import delete_segments
 from everstep.options import LogOptions
 from everstep.run.fence import Fence
@@ -125,7 +125,7 @@ def test_where_the_disk_hangs_it_is_said_first(
             raise DeadlineError("a write took longer")
 
         with monkeypatch.context() as patched:
-            patched.setattr(segment_writer, "write_shard", hang)
+            patched.setattr(segment_queue, "write_shard", hang)
             before = len(fs.seen)
             run.train_slowly(2)
         ops = [op for op, path in fs.seen[before:] if shard_name(0, 0) in path.name]

@@ -720,7 +720,7 @@ def test_tools_find_it_as_well(run_folder: Path) -> None:
 def test_marks_without_samples_stay_readable(run_folder: Path) -> None:
     """Those of runs before there were any."""
     from everstep.format.log import LogRecord, record_digest
-    from everstep.state.layout.names import SPOT
+    from everstep.state.layout.entries import SPOT
     from everstep.state.layout.shards import plan_shards
 
     def bare(record: LogRecord) -> LogRecord:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.lanes.batches import Batch, Chunks, plan_batches, run_batch
-from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.batches import Batch, Chunks, plan_batches, run_batch
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane
 from everstep.link.recordable import Layouts
-from everstep.plan import multistep_cut
+from everstep.plan import multistep
 from everstep.plan.multistep import Pipeline
 from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.training_state import State
@@ -264,7 +264,7 @@ def test_the_best_cut_is_looked_for_once_while_measurements_stay_alike(
 
     def counted(pipeline: Any, parts: int, held_steps: int | None) -> Any:
         searched.append(parts)
-        return multistep_cut.best_cut(pipeline, parts, held_steps)
+        return multistep.best_cut(pipeline, parts, held_steps)
 
     monkeypatch.setattr("everstep.trainer.multistep.partition.best_cut", counted)
     monkeypatch.setattr("everstep.trainer.multistep.partition.best_cut", counted)

@@ -18,11 +18,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import everstep
-from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.lane import CpuLane, Progress, Transfer
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane, Progress, Transfer
 from everstep.cli import app
-from everstep.plan.multistep import Pipeline
-from everstep.plan.multistep_cut import best_cut
+from everstep.plan.multistep import Pipeline, best_cut
 from everstep.seams import Seams
 from everstep.trainer.multistep.partition import (
     Unit,

@@ -18,13 +18,13 @@ from everstep.format.log import LogRecord, record_digest
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.rank_offers import verify_rank
+from everstep.restore.fetch.rank_copies import verify_rank
 from everstep.restore.load.load import LoadedBase, Reads, check_contents, load_ranks
 from everstep.restore.offline.load import load_job
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.state.layout.shards import ShardLayout
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from tests.support.ranks.fuzzy import (
     LAST,

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.lane import CpuLane
 from everstep.link.recordable import Layouts
-from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
-from everstep.plan.multistep_cut import best_cut
+from everstep.plan.multistep import Pipeline, best_cut, lower_bound_s, overlap
 from everstep.testing import inspect
 from everstep.trainer.multistep.held_gradients import (
     GradientCheck,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.replay.fused.blocked import Blocked
+from everstep.replay.blocked import Blocked
 from everstep.trainer.multistep.partition import Unit, cut_parts
 from tests.support.following import Odd, opened, run_steps
 from tests.support.matrix import CASES, LOOPS, snapshot_of

@@ -23,11 +23,11 @@ from everstep.keeper.process.auditor import CPU_SHARE, Auditor
 from everstep.options import LogOptions
 from everstep.restore.offline import audit as audit_module
 from everstep.restore.offline.audit import audit_newest
-from everstep.run.audits import audit_of, describe_audit
 from everstep.run.folder import open_timeline
 from everstep.run.scan import Inventory, scan_run
+from everstep.run.verify import audit_of, describe_audit
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams, SystemClock
-from everstep.seams.processes.children import Ended
+from everstep.seams.processes.processes import Ended
 from everstep.state.values.tensors import byte_view
 from tests.support.logged import (
     World,

@@ -10,7 +10,7 @@ import torch
 import everstep
 from everstep.errors import OutOfSpaceError
 from everstep.options import Budget
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.tiers.options import TierOptions

@@ -20,12 +20,12 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import StorageError
 from everstep.link.save import Save
 from everstep.options import Budget, Every, LogOptions, presets
-from everstep.plan.costs import waste
 from everstep.plan.interval import (
     WASTE_OF_NO_ACCOUNT,
     best_choice,
     checkfreq_interval,
     seldom,
+    waste,
     without_log,
 )
 from everstep.restore.redo.driver import ReplayDriver
@@ -33,7 +33,7 @@ from everstep.restore.start.report import Resumed
 from everstep.seams import ManualClock, Seams
 from everstep.testing import inspect
 from everstep.trainer.budget.disk import DAY_S, DayMeter, Forecast, interval_steps_within
-from everstep.trainer.budget.log_limits import LogLimits
+from everstep.trainer.budget.host_memory import LogLimits
 from everstep.trainer.participant import RestoredState
 from everstep.trainer.session.cadence import (
     ASK_EVERY,

@@ -18,12 +18,17 @@ from everstep.format.names import base_dir, segment_dir, timeline_dir
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.disk_space import LogSpace, folder_bytes
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.log.segment_queue import Batch, SegmentQueue, StoredRecord
-from everstep.keeper.log.segment_writer import SegmentTimes, SegmentWriter
-from everstep.link.log_records import ENDED
+from everstep.keeper.log.segment_queue import (
+    Batch,
+    SegmentQueue,
+    SegmentTimes,
+    SegmentWriter,
+    StoredRecord,
+)
+from everstep.link.messages import ENDED
 from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
-from everstep.trainer.budget.log_limits import LogLimits
+from everstep.trainer.budget.host_memory import LogLimits
 from tests.support.given import options
 from tests.support.log.budget import Trained
 from tests.support.logged import World, opened

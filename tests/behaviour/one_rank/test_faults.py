@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.lanes import lane as lane_module
+from everstep.capture import lane as lane_module
 from everstep.errors import (
     DeadlineError,
     EverstepError,

@@ -19,7 +19,7 @@ from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.segment_queue import Batch
-from everstep.link.log_records import RECORD_BYTES, record_memory_bytes
+from everstep.link.messages import RECORD_BYTES, record_memory_bytes
 from everstep.link.pool import CapturePool
 from everstep.options import Budget, KeeperOptions
 from everstep.testing import inspect

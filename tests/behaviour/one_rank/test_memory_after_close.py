@@ -19,7 +19,7 @@ import everstep
 from everstep.link.capture import Capture
 from everstep.options import KeeperOptions
 from everstep.seams import memory
-from everstep.seams.network.sockets import UnixStream
+from everstep.seams.sockets import UnixStream
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.following import until

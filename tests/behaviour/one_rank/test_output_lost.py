@@ -17,8 +17,7 @@ import torch
 from everstep.options import Every
 from everstep.seams import ManualClock
 from everstep.seams import progress as progress_module
-from everstep.seams.progress import progress
-from everstep.seams.stderr import print_line, print_line_to
+from everstep.seams.progress import print_line, print_line_to, progress
 from everstep.trainer.session.cadence import FIRST_STEPS
 from tests.support.world import HookedFileSystem, opened
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from everstep import Checkpointer
-from everstep.capture.lanes.lane import CpuTransfer
+from everstep.capture.lane import CpuTransfer
 from everstep.errors import AuditError, DamageError, EverstepError, StateError
 from everstep.state.providers import optimizers
 from everstep.testing import inspect

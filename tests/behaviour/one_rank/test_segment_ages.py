@@ -14,7 +14,7 @@ from everstep.keeper.retain.history import SegmentAges, _ages, history_windows
 from everstep.options import LogOptions
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams
-from everstep.seams.files.filesystem import DirEntry
+from everstep.seams.filesystem import DirEntry
 from tests.support.log.budget import Trained
 from tests.support.world import HookedFileSystem
 

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 import everstep
-import everstep.tiers.slots
+import everstep.tiers.durable_files
 from everstep import checkpointer as checkpointer_module
 from everstep.errors import AuditError, DamageError
 from everstep.format.names import SLOTS_DIR
 from everstep.format.reader import read_header
-from everstep.keeper.persist.static_files import StaticFiles
+from everstep.keeper.persist.shard_writer import StaticFiles
 from everstep.run.open_base import check_identity
 from everstep.seams import PosixFileSystem
 from tests.support.command import document, invoke
@@ -158,7 +158,7 @@ def test_each_base_is_whole_in_its_folder(run_folder: Path, tmp_path: Path) -> N
 def test_files_with_several_names_are_not_recycled(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(everstep.tiers.slots, "_WORTH_BYTES", 1)
+    monkeypatch.setattr(everstep.tiers.durable_files, "_WORTH_BYTES", 1)
     world, fs = World(), HookedFileSystem()
     with opened(run_folder, world.state, static=STATIC, keep=1, fs=fs) as ckpt:
         for _ in range(5):

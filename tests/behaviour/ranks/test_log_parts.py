@@ -22,11 +22,11 @@ from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record
 from everstep.restore.start import log_exchange, rank_log, rank_sources
-from everstep.restore.start.log_exchange import decode_records, encode_records
+from everstep.restore.start.rank_log import decode_records, encode_records
 from everstep.seams import ReadFile
-from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
+from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere, log_shares
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from tests.support.ranks import replicas as parts
 from tests.support.ranks.logs import die, segment

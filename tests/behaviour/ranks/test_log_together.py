@@ -22,8 +22,8 @@ from everstep.format.records import AuditRecord
 from everstep.keeper.retain.deletion import delete_segments
 from everstep.keeper.retain.history import HistoryWindow, SegmentAges
 from everstep.options import History
-from everstep.run.audits import describe_audit
 from everstep.run.scan import scan_run
+from everstep.run.verify import describe_audit
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.entries import Entry, shape_digest

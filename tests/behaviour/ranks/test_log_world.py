@@ -24,10 +24,10 @@ from everstep.restore.fetch import start_channel
 from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.reshard.replay import replay_resharded
-from everstep.restore.start import log_exchange
+from everstep.restore.start import rank_log
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from tests.support.ranks import relogged
@@ -422,10 +422,10 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:
 
 
 def test_parts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (log_exchange, start_channel):
+    for module in (rank_log, start_channel):
         monkeypatch.setattr(module, "CHUNK_BYTES", 100)
     monkeypatch.setattr(start_channel, "_IN_FLIGHT_MAX", 2)
-    monkeypatch.setattr(log_exchange, "_CACHE_BYTES", 1)
+    monkeypatch.setattr(rank_log, "_CACHE_BYTES", 1)
     path = tmp_path / "run"
     until((path, path), 7)
     came_back(path, 3, 7, 3)

@@ -14,8 +14,7 @@ from everstep.errors import NewerFormatError, RecoveryError
 from everstep.format.names import base_dir, shard_name
 from everstep.format.records import Manifest
 from everstep.restore.start import rank_loader
-from everstep.run.candidates import starts_with_job_base
-from everstep.run.scan import Inventory, scan_run
+from everstep.run.scan import Inventory, scan_run, starts_with_job_base
 from everstep.seams import PosixFileSystem, Seams
 from tests.support.multistep.fuzzy import left, lsns_on_disk
 from tests.support.ranks.logs import die

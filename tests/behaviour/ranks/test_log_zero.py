@@ -17,18 +17,16 @@ from everstep.errors import AuditError, FormatError
 from everstep.format.writer import ChunkRing
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import Layouts
-from everstep.restore.redo.declared import DeclaredRedo
 from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
-from everstep.restore.redo.updates import update_from_record
+from everstep.restore.redo.updates import DeclaredRedo, update_from_record
 from everstep.run.scan import BaseFound
 from everstep.seams.clock import ManualClock
-from everstep.state.layout.names import SPOT
+from everstep.state.layout.entries import SPOT
 from everstep.state.providers.zero import ZeroProvider
 from everstep.state.ranks import rank_share as share
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere, updated_elsewhere
-from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.ranks.writers import Replication, find_replication
+from everstep.state.ranks.writers import RankInfo, Replication, find_replication
 from everstep.state.training_state import State
 from everstep.trainer.log.untracked_writes import UntrackedWrites
 from tests.support.ranks.relogged import Logs, logged, record_of, records_of, redone, train

@@ -12,15 +12,15 @@ from torch import nn
 
 from everstep.compress.lossy import lossy_copies
 from everstep.format.log import LogRecord, RecordHead, plan_segment, record_digest
-from everstep.keeper.log import segment_writer
+from everstep.keeper.log import segment_queue
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.engine import ReplayOptions
 from everstep.replay.updates import Packed, dense
 from everstep.restore.redo.live import make_replayer
 from everstep.restore.redo.updates import update_from_record
-from everstep.state.layout.names import PART_OBJECT
+from everstep.state.layout.entries import PART_OBJECT
 from everstep.state.ranks.log_shares import log_shares
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import byte_view, local_tensor
@@ -61,7 +61,7 @@ def test_lossy_parts_of_some_ranks_take_all_to_the_same_approximation(
         lossy = identity.rank in ranks
         return plan_segment(identity, [lossy_record(r, 0.1) if lossy else r for r in records])
 
-    monkeypatch.setattr(segment_writer, "plan_segment", plan)
+    monkeypatch.setattr(segment_queue, "plan_segment", plan)
     monkeypatch.setattr(parts, "take", waves)
     until((tmp_path / "run",) * 2, 6)
     model = layers((0, 1))

@@ -14,8 +14,7 @@ from torch import nn
 from everstep.format.log import RecordHead
 from everstep.format.records import Marker
 from everstep.link.recordable import Layouts
-from everstep.restore.offline.memory import HostMemory
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.redo import live
 from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.seams import Seams

@@ -20,7 +20,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.run.scan import scan_run
-from everstep.seams.files.posix import PosixFileSystem
+from everstep.seams.posix import PosixFileSystem
 from tests.support import logged
 from tests.support.logged import World, invoke
 from tests.support.ranks.logs import ON_DISK

@@ -126,7 +126,7 @@ def test_a_step_can_be_asked_for(tmp_path: Path) -> None:
 
 def test_a_whole_start_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last resort costs nothing where it is not needed."""
-    from everstep.restore.fetch import rank_offers as of_ranks
+    from everstep.restore.fetch import rank_copies as of_ranks
 
     asked: list[bool] = []
     look = of_ranks.offer_of

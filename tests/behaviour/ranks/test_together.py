@@ -29,15 +29,15 @@ from everstep.errors import (
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.job_committer import outcome_error
 from everstep.restore.fetch.held import KeeperContents
-from everstep.restore.fetch.rank_offers import open_on_disk
+from everstep.restore.fetch.rank_copies import open_on_disk
 from everstep.restore.fetch.start_channel import Meeting
 from everstep.restore.start import rank_sources
-from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.report import ResumeRequest
 from everstep.restore.start.resume_job import resume_all_ranks
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, Seams
-from everstep.seams.network.mailbox import TcpMailbox
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.seams.mailbox import TcpMailbox
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.trainer.job.job import Job

@@ -20,7 +20,7 @@ from everstep.format.names import RUN_RECORD
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks.log_shares import LogShare, log_shares
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.trainer.attach import keepers

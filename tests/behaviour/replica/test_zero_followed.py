@@ -12,14 +12,13 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from everstep.errors import FormatError, UnsupportedStateError
-from everstep.format.header import ShardIdentity
-from everstep.format.plan import BasePlan, plan_files
+from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.records import TimelineRecord
 from everstep.keeper.log.log_store import LoggedStep
 from everstep.keeper.replica.replica_state import ReplicaState
 from everstep.link.capture import shard_offsets
 from everstep.seams.fingerprint import fingerprint
-from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.ranks.log_shares import log_shares, updated_elsewhere
 from everstep.state.training_state import State
 from everstep.state.values.tensors import host_bytes

@@ -18,7 +18,7 @@ from torch import nn
 
 import everstep
 from everstep.capture.dispatch import Dispatch, Unit
-from everstep.capture.lanes.lane import Lane
+from everstep.capture.lane import Lane
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
 from everstep.link.save import Save
@@ -30,8 +30,8 @@ from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.participant import BaseRequest
 from everstep.trainer.schedule import scheduler as scheduled
-from everstep.trainer.schedule.bound_plan import all_at_mark
 from everstep.trainer.schedule.saver import ScheduledSaver
+from everstep.trainer.schedule.scheduler import all_at_mark
 from tests.support.lanes import HeldLane, gives_up_soon, held
 from tests.support.scheduled import OVERFLOWS, Loop
 from tests.support.serving import Bench, die, serving

@@ -15,7 +15,7 @@ import everstep
 from everstep.errors import FormatError
 from everstep.replay.optimizer_step import default_dtype
 from everstep.restore.redo.updates import update_from_record
-from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.support.log.lossy import log_of
 from tests.support.logged import document, opened

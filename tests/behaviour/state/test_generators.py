@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from everstep.errors import FormatError, MismatchError, UnavailableError
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.entries import OBJECT_PREFIX
 from everstep.state.training_state import State
 from everstep.state.values import generators
 from everstep.state.values.generators import GeneratorState, is_generator, new_generator

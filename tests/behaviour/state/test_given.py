@@ -23,7 +23,7 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.state.providers.optimizers import CLASS
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from tests.support.world import opened

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 
 from everstep import Checkpointer, Recovery
 from everstep.errors import OptionError
-from everstep.state.loaders.positions import POSITIONS, WorkerGenerators, _DatasetState
+from everstep.state.positions import POSITIONS, WorkerGenerators, _DatasetState
 from tests.support.stateful_loader import BATCH, COUNT, EPOCH, Noisy, StatefulLoader
 
 

@@ -28,8 +28,14 @@ from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship import base_copies as copies_module
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
-from everstep.keeper.ship.courier import Courier
-from everstep.keeper.ship.place import ROOT, CopyPlace, newest_timeline_in
+from everstep.keeper.ship.courier import (
+    HOUR_S,
+    ROOT,
+    CopyPlace,
+    Courier,
+    ObjectRate,
+    newest_timeline_in,
+)
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.run.folder import open_run_folder, open_timeline
 from everstep.run.scan import scan_run
@@ -41,7 +47,6 @@ from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
-from everstep.tiers.rate import HOUR_S, ObjectRate
 from everstep.trainer.attach.keeper import ThreadKeeper
 from tests.support.copying import FOREVER, Interloper, contents, put, train, wait_for
 from tests.support.world import flip

@@ -25,10 +25,9 @@ from everstep.format.header import ShardIdentity
 from everstep.format.names import CONDEMNED
 from everstep.format.records import TimelineRecord
 from everstep.keeper.persist import job_committer as commits_module
+from everstep.keeper.ship.courier import ROOT, ObjectRate, newest_timeline_in
 from everstep.keeper.ship.couriers import Couriers
-from everstep.keeper.ship.place import ROOT, newest_timeline_in
-from everstep.link.job_session import JobSession
-from everstep.link.keeper_stats import KeeperStats
+from everstep.link.messages import JobSession, KeeperStats
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
 from everstep.testing.faultytier import FaultyTier, TierFault
@@ -36,7 +35,6 @@ from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
-from everstep.tiers.rate import ObjectRate
 from everstep.tiers.retry import RetryingTier
 from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.job import copies as copies_module

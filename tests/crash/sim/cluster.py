@@ -30,7 +30,7 @@ from pathlib import PurePath
 from typing import Any
 from unittest import mock
 
-from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.messages import COORDINATOR, Cluster
 from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
 from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord

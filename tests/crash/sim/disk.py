@@ -6,7 +6,7 @@ A disk is a table of nodes (files and directories) and a list of pending effects
 - a *name effect* is one directory operation (create, rename, link, unlink, mkdir, rmdir).
   A rename between two directories is one effect until one of the two is synced; then that
   directory's half is certain and the other half stays open, as the contract in
-  :mod:`everstep.seams.files.filesystem` says of every name.
+  :mod:`everstep.seams.filesystem` says of every name.
 
 After a power loss any subset of the pending effects is there, applied in their order;
 writes may also be torn between sectors.

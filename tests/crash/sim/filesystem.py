@@ -1,6 +1,6 @@
 """A file system in memory on which every operation can fail, tear or be lost.
 
-:class:`SimFileSystem` implements the contract of :mod:`everstep.seams.files.filesystem` with its
+:class:`SimFileSystem` implements the contract of :mod:`everstep.seams.filesystem` with its
 durability rules and nothing more generous: file bytes are durable after ``sync``, names
 after ``sync_dir`` of their directory, and until then any subset of what is pending may
 survive a crash (:meth:`SimFileSystem.crash_images`). It is deterministic: the same calls
@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Literal
 
-from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 from tests.crash.sim.disk import (
     BLOCK_BYTES,
     SECTOR_BYTES,
@@ -35,7 +35,7 @@ __all__ = ["Fault", "MappedFile", "Operation", "SimFileSystem", "SimulatedCrash"
 
 
 class SimFileSystem:
-    """Implements :class:`everstep.seams.files.filesystem.FileSystem` in memory, with crashes.
+    """Implements :class:`everstep.seams.filesystem.FileSystem` in memory, with crashes.
 
     Args:
         capacity_bytes: room for file contents, taken in blocks of 4096 bytes; None: no limit.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TypeVar
 
-from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 from tests.crash.sim.disk import FileNode
 from tests.crash.sim.faults import SimulatedCrash, os_error
 from tests.crash.sim.filesystem import SimFileSystem, _SimWriteFile
@@ -52,7 +52,7 @@ class Disk:
 
 
 class ProcessDisk:
-    """Implements :class:`everstep.seams.files.filesystem.FileSystem` for one process.
+    """Implements :class:`everstep.seams.filesystem.FileSystem` for one process.
 
     Args:
         disk: asked anew at each operation.

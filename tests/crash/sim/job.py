@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from everstep.commit.job.cluster import Cluster
+from everstep.commit.job.messages import Cluster
 from tests.crash.sim.network import NetworkFaults
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """One simulated process: all that one rank of one start of a job does, by the real code.
 
-The machines of :mod:`everstep.commit` decide; :mod:`everstep.restore.fetch.rank_offers` and
+The machines of :mod:`everstep.commit` decide; :mod:`everstep.restore.fetch.rank_copies` and
 :mod:`everstep.keeper.persist.rank_disk` carry out; only training itself, and the bytes of the
 state, are made up here. A process does one thing at a time, and each takes its time.
 """
@@ -38,10 +38,9 @@ from everstep.commit.job.agreement import (
     Restored,
     TakeInventory,
 )
-from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import Envelope, Message, accept, encode_message
+from everstep.commit.job.messages import COORDINATOR, Envelope, Message, accept, encode_message
 from everstep.commit.job.offers import Choice, Needs, Source, all_ranks
 from everstep.commit.lineage import BaseId
 from everstep.commit.retention import reclaimable_bases
@@ -52,7 +51,7 @@ from everstep.format.names import DELETING, base_dir, marker_name, shard_name
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord
 from everstep.keeper.persist.rank_disk import RankDisk
-from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
+from everstep.restore.fetch.rank_copies import offer_of, open_on_disk
 from everstep.run.scan import scan_run
 from everstep.tiers.durable_files import ensure_dir, ensure_dirs, write_durably
 from tests.crash.sim.faults import SimulatedCrash

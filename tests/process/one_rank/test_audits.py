@@ -20,8 +20,7 @@ from everstep.format.names import AUDIT_RECORD
 from everstep.format.records import AuditRecord
 from everstep.link.registry import list_keepers
 from everstep.options import LogOptions
-from everstep.seams.processes.children import Child
-from everstep.seams.processes.processes import process_ended
+from everstep.seams.processes.processes import Child, process_ended
 from everstep.trainer.log import untracked_writes as untold
 from tests.support.logged import AT_ONCE, World, train
 from tests.support.world import TIMEOUT_S, files_below, forget
@@ -30,7 +29,7 @@ AUDIT_TIMEOUT_S = 4 * TIMEOUT_S
 
 WAITS = """
 import argparse, os, signal, sys
-from everstep.seams.processes.children import yield_resources
+from everstep.seams.processes.processes import yield_resources
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--parent", type=int)
@@ -54,10 +53,10 @@ def waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 PARENT = """
 import subprocess, sys, threading
-from everstep.seams.processes import children
+from everstep.seams.processes import processes
 
 def keep():
-    child = children.Child("waits", [])
+    child = processes.Child("waits", [])
     print(child._process.stdout.readline().decode(), end="", flush=True)
     child.wait(1000)
 

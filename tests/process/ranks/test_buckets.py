@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from everstep.state.providers.modules import ModuleProvider
-from everstep.state.ranks import ddp_buckets as buckets
-from everstep.state.ranks.ddp_buckets import DDPBuckets
-from everstep.state.survey.survey import SectionContents
+from everstep.state.ranks import ddp as buckets
+from everstep.state.ranks.ddp import DDPBuckets
+from everstep.state.survey import SectionContents
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from tests.support.ranks.parallel import MORE, Deep

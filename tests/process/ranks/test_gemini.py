@@ -15,7 +15,7 @@ import pytest
 
 from everstep.link.registry import list_keepers
 from everstep.run.scan import scan_run
-from everstep.seams.files.posix import PosixFileSystem
+from everstep.seams.posix import PosixFileSystem
 from tests.support.keepers import end_keepers
 from tests.support.ranks.nodes import STEPS, TRAINING, WORLD, Nodes, check, lines_of
 from tests.support.trainers import Trainer, finish_trainer, start_trainer

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from everstep.cli.ps import request_statuses
-from everstep.keeper.ship.place import ROOT
+from everstep.keeper.ship.courier import ROOT
 from everstep.link.registry import kill_keeper, list_keepers
 from everstep.run.scan import scan_run
 from everstep.run.segments import scan_log

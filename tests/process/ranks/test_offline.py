@@ -17,9 +17,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.lanes.lane import CpuLane
-from everstep.capture.live_body import LiveBody
-from everstep.format.header import ShardIdentity
+from everstep.capture.lane import CpuLane, LiveBody
+from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import (
     AUDIT_RECORD,
@@ -29,11 +28,10 @@ from everstep.format.names import (
     shard_name,
     timeline_dir,
 )
-from everstep.format.plan import BasePlan, plan_files
 from everstep.format.reader import read_body
 from everstep.format.records import AuditRecord, Manifest
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.segment_writer import SegmentWriter
+from everstep.keeper.log.segment_queue import SegmentWriter
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.restore.offline.audit import audit_newest
 from everstep.run.open_base import OpenBase
@@ -41,10 +39,10 @@ from everstep.run.scan import scan_run
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.progress import silent
-from everstep.state.layout.names import GRADIENT, OBJECT_PREFIX
+from everstep.state.layout.entries import GRADIENT, OBJECT_PREFIX
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import byte_view, empty_like_entry, host_bytes
-from everstep.tiers.slots import SlotStore
+from everstep.tiers.durable_files import SlotStore
 from tests.support.keepers import end_keepers
 from tests.support.logged import AT_ONCE, document, invoke
 from tests.support.ranks.parallel import LAYOUTS, MORE, Training

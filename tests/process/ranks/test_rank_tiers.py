@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.ship.place import ROOT
+from everstep.keeper.ship.courier import ROOT
 from everstep.link.registry import kill_keeper, list_keepers
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem

@@ -23,7 +23,7 @@ from torch import distributed
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
 from everstep.state.training_state import State
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from tests.support.ranks import sharding
 
 folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

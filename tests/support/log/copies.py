@@ -7,15 +7,13 @@ from typing import Any
 
 from everstep import LogOptions
 from everstep.format.header import ShardIdentity
-from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate
 from everstep.keeper.ship.log_copies import LogCopies
 from everstep.keeper.ship.lossy_log import shrinking
-from everstep.keeper.ship.place import CopyPlace
 from everstep.seams import SystemClock
 from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.tiers.rate import ObjectRate
 from tests.support.ranks.copying import Job
 from tests.support.ranks.logs import die as all_die
 from tests.support.ranks.together import RankTraining, resume, train, trainings

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import everstep
-from everstep.capture.lanes.batches import Batch, run_batch
-from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress, Transfer
+from everstep.capture.batches import Batch, run_batch
+from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Transfer
 from everstep.seams import Seams
 from tests.support.matrix import World
 from tests.support.world import forget

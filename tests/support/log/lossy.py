@@ -16,7 +16,7 @@ from everstep.link.recordable import Layouts
 from everstep.options import LogOptions
 from everstep.run.segments import read_segment
 from everstep.seams import PosixFileSystem
-from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
+from everstep.state.layout.entries import GRADIENT, UPDATE_OBJECT
 from everstep.state.values.objects import encode
 from tests.support.logged import opened, segments_of
 from tests.support.world import TIMEOUT_S

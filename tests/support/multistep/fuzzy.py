@@ -10,13 +10,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import everstep
-from everstep.capture.lanes.lane import CpuLane
-from everstep.capture.live_body import LiveBody
+from everstep.capture.lane import CpuLane, LiveBody
 from everstep.commit.lineage import BaseId
-from everstep.format.header import ShardHeader, ShardIdentity
+from everstep.format.header import BasePlan, ShardHeader, ShardIdentity, ShardPlan, plan_files
 from everstep.format.log import LogRecord, plan_segment
 from everstep.format.names import SLOTS_DIR, base_dir, shard_name, timeline_dir
-from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.format.reader import read_body
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.committer import commit_base
@@ -26,10 +24,10 @@ from everstep.run.scan import scan_run
 from everstep.run.segments import read_records
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.entries import OBJECT_PREFIX
 from everstep.state.layout.shards import Body
 from everstep.state.values.tensors import empty_like_entry, host_bytes
-from everstep.tiers.slots import SlotStore
+from everstep.tiers.durable_files import SlotStore
 from tests.support.world import TIMEOUT_S
 
 __all__ = ["heads_on_disk", "left", "lsns_on_disk", "opened_base", "rewrite"]

@@ -13,8 +13,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship.base_copies import CopyGroup
-from everstep.keeper.ship.courier import Courier
-from everstep.keeper.ship.place import ROOT, CopyPlace
+from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier, ObjectRate
 from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
 from everstep.restore.load.load import check_contents
 from everstep.run.scan import scan_run
@@ -24,7 +23,6 @@ from everstep.seams.progress import silent
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
-from everstep.tiers.rate import ObjectRate
 from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.job import copies as copies_module
 

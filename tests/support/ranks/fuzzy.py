@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from everstep.capture.lanes.lane import CpuLane
-from everstep.capture.live_body import LiveBody
-from everstep.format.header import ShardIdentity
+from everstep.capture.lane import CpuLane, LiveBody
+from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.log import LogRecord, RecordHead, plan_segment
 from everstep.format.names import base_dir, marker_name, shard_name, timeline_dir
-from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.shard_writer import ShardWriter
@@ -27,14 +25,13 @@ from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.progress import silent
-from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.layout.shards import ShardLayout
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import local_tensor
-from everstep.tiers.durable_files import ensure_dirs
-from everstep.tiers.slots import SlotStore
+from everstep.tiers.durable_files import SlotStore, ensure_dirs
 from everstep.trainer.log.update_inputs import InputReader
 from everstep.trainer.multistep.plan import capturable_units
 from everstep.trainer.multistep.window import samples_at_mark

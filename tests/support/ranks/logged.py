@@ -26,7 +26,7 @@ from everstep.compress.ddp import DDPCompression, compressed_mean
 from everstep.format.writer import ChunkRing
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem
-from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
+from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
 from everstep.testing import inspect
 from tests.support.ranks import compressed as ranks

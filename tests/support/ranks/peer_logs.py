@@ -13,11 +13,10 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import SegmentQueue
-from everstep.keeper.ship.courier import CopyStats, Courier
+from everstep.keeper.ship.courier import CopyPlace, CopyStats, Courier, ObjectRate, pace_s
 from everstep.keeper.ship.log_copies import LogCopies
-from everstep.keeper.ship.log_sender import LogSender
-from everstep.keeper.ship.place import CopyPlace
-from everstep.restore.fetch.peer_log import PeerLog, pack_steps
+from everstep.keeper.ship.senders import LogSender
+from everstep.restore.fetch.held import PeerLog, pack_steps
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock
 from everstep.state.layout.entries import Entry
@@ -25,7 +24,6 @@ from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
-from everstep.tiers.rate import ObjectRate, pace_s
 from tests.support.ranks.peering import Ring, record_of
 
 __all__ = ["LOG_BYTES", "Log", "LogRing", "heads_of_step", "log_of", "records_of_steps"]

@@ -18,18 +18,15 @@ from everstep.commit.job.messages import (
 )
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
-from everstep.format.header import ShardIdentity
-from everstep.format.plan import plan_files
+from everstep.format.header import ShardIdentity, plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
-from everstep.keeper.held.peer_base_store import PeerBaseStore
-from everstep.keeper.held.peer_log_store import PeerLogStore
-from everstep.keeper.ship.base_sender import Pace
-from everstep.keeper.ship.peer_exchange import PeerExchange
+from everstep.keeper.held.peer_stores import PeerBaseStore, PeerLogStore
+from everstep.keeper.ship.peer_copies import PeerExchange
+from everstep.keeper.ship.senders import Pace
 from everstep.keeper.ship.transfer import PeerLink
-from everstep.link.job_session import JobSession
-from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.peer_copy import PeerCopy, files_over
+from everstep.link.messages import JobSession
+from everstep.restore.fetch.held import HeldBase, PeerCopy, files_over
 from everstep.seams import ManualClock
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import Seen

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from everstep.seams import Seams
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from tests.support.ranks.relogged import train
 from tests.support.ranks.replicas import Replica, replicas, trained
 from tests.support.ranks.sharding import STEP, Values, build, locals_of

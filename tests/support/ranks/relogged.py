@@ -26,7 +26,7 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.placement import Box
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.ranks.log_shares import updated_elsewhere
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import host_bytes, is_dtensor, local_box, local_tensor

@@ -20,12 +20,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from everstep.capture.lanes.lane import CpuLane
-from everstep.capture.live_body import LiveBody
+from everstep.capture.lane import CpuLane, LiveBody
 from everstep.commit.lineage import BaseId
-from everstep.format.header import ShardIdentity
+from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.names import base_dir, marker_name, timeline_dir
-from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import (
     Manifest,
     Marker,
@@ -40,11 +38,10 @@ from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.tensors import local_tensor
-from everstep.tiers.durable_files import ensure_dirs
-from everstep.tiers.slots import SlotStore
+from everstep.tiers.durable_files import SlotStore, ensure_dirs
 
 __all__ = [
     "LAYOUTS",

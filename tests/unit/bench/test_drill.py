@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from everstep.cli import app
 from everstep.errors import OptionError, UnavailableError
 from everstep.options import presets
-from everstep.workloads.comparison import Difference
-from everstep.workloads.journal import Event, JournalWriter
+from everstep.workloads.comparison import Difference, Event, JournalWriter
 from everstep_bench.drill import job as job_module
 from everstep_bench.drill import run as run_module
 from everstep_bench.drill import store as store_module

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from everstep.errors import EverstepError, OptionError
-from everstep.plan.multistep import lower_bound_s, overlap
-from everstep.plan.multistep_cut import best_cut
+from everstep.plan.multistep import best_cut, lower_bound_s, overlap
 from everstep_bench.harness.loop import seeded_single_thread
 from everstep_bench.harness.options import from_words
 from everstep_bench.harness.placement import Placement

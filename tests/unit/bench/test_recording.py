@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane
 from everstep.options import Method
 from everstep.state.values.tensors import byte_view
 from everstep.testing.emulated_link import EmulatedLink

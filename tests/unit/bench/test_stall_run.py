@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.lane import CpuLane
 from everstep.errors import (
     DeadlineError,
     EverstepError,

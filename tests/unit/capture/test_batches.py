@@ -16,22 +16,21 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everstep.arena.memory import Arena
-from everstep.capture.lanes import batches
-from everstep.capture.lanes import lane as lane_module
-from everstep.capture.lanes.batches import Batch, Chunks, Runs, in_chunks, plan_batches, run_batch
-from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.lane import CpuLane, Lane, Transfer
+from everstep.capture import batches
+from everstep.capture import lane as lane_module
+from everstep.capture.batches import Batch, Chunks, Runs, in_chunks, plan_batches, run_batch
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane, Lane, Transfer
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.digests import digest
-from everstep.format.header import ShardIdentity
-from everstep.format.plan import BasePlan, plan_files
+from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.reader import read_header
 from everstep.format.writer import ChunkRing, digest_shard, write_shard
 from everstep.link.capture import Capture, Incoming, shard_offsets
 from everstep.link.save import Save
 from everstep.seams import PosixFileSystem
-from everstep.seams.files.filesystem import WriteFile
+from everstep.seams.filesystem import WriteFile
 from everstep.seams.progress import silent
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import ShardLayout, plan_shards
@@ -363,7 +362,7 @@ def planned(shapes: list[tuple[str, int]], per_file: int, objects: dict[str, byt
     with pytest.MonkeyPatch.context() as patch:
         cost = 620  # of one entry, about
         patch.setattr(
-            "everstep.format.plan.plan_shards",
+            "everstep.format.header.plan_shards",
             lambda found: plan_shards(found, header_bytes_max=cost * per_file),
         )
         sizes = {name: len(data) for name, data in objects.items()}

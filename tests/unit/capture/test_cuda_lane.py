@@ -26,15 +26,20 @@ from torch import nn
 
 import everstep
 from everstep.arena.memory import Arena
-from everstep.capture.cuda_graphs import ignore_graph_captures, refuse_graph_capture
-from everstep.capture.lanes import batches as batches_module
-from everstep.capture.lanes import cuda as cuda_module
-from everstep.capture.lanes import pinned as pinned_module
-from everstep.capture.lanes.batches import Batch, Chunks, plan_batches
-from everstep.capture.lanes.cuda import CudaLane, CudaTransfer, on_cuda
-from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.lane import CpuLane
-from everstep.capture.lanes.pinned import PinnedMemory
+from everstep.capture import batches as batches_module
+from everstep.capture import cuda as cuda_module
+from everstep.capture import pinned as pinned_module
+from everstep.capture.batches import Batch, Chunks, plan_batches
+from everstep.capture.cuda import (
+    CudaLane,
+    CudaTransfer,
+    ignore_graph_captures,
+    on_cuda,
+    refuse_graph_capture,
+)
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane
+from everstep.capture.pinned import PinnedMemory
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import (
     EverstepError,

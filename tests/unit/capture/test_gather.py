@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.capture.lanes.batches import plan_batches, run_batch
+from everstep.capture.batches import plan_batches, run_batch
 from everstep.capture.spot_check import SpotCheck
 from everstep.seams.gather import Gather
 from everstep.state.layout.shards import plan_shards

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from everstep.arena.memory import Arena
-from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane
 from everstep.errors import EverstepError
 from everstep.seams import SystemClock
 from everstep.testing import inspect

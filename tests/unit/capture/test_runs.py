@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture.lanes import batches, lane
-from everstep.capture.lanes.batches import Batch, Runs
-from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.lane import CpuLane, CpuTransfer
+from everstep.capture import batches, lane
+from everstep.capture.batches import Batch, Runs
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane, CpuTransfer
 from everstep.seams.memory import copy_memory
 from everstep.testing.emulated_link import EmulatedLink
 from tests.support.world import TIMEOUT_S, Gate, opened

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.capture.dispatch import Dispatch
-from everstep.capture.step_events import Observed, StepEvents
+from everstep.capture.dispatch import Dispatch, Observed, StepEvents
 from everstep.errors import DeadlineError, StateError
 from everstep.trainer.schedule.scheduler import Scheduler
 from tests.support.events import SIZE, Capture

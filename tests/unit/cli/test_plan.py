@@ -16,15 +16,14 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli import app
 from everstep.cli.common.errors import ExitCode
-from everstep.cli.common.units import (
+from everstep.cli.common.output import (
     parse_bytes,
     parse_bytes_per_s,
     parse_seconds,
     seconds_in_words,
 )
 from everstep.errors import OptionError
-from everstep.plan.costs import Costs
-from everstep.plan.interval import optimum
+from everstep.plan.interval import Costs, optimum
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "PLANNING.md").read_text()
 

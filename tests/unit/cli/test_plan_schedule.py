@@ -250,7 +250,7 @@ def test_where_data_decide_is_said(tmp_path: Path) -> None:
 
 def test_without_a_solver_the_greedy_plan_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--model", "alexnet", "--link", "63GB/s", "--mode", "paper", "--exact")
-    monkeypatch.setattr("everstep.plan.schedule.planned.has_solver", lambda: False)
+    monkeypatch.setattr("everstep.plan.schedule.exact.has_solver", lambda: False)
     found = document(*words)
     assert "PySCIPOpt" in found["method"]
     assert "greedy" in found["method"]

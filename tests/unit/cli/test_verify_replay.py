@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import everstep.run.segments
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.offline.memory import OfflineState
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import byte_view
 from everstep.testing import inspect

@@ -30,7 +30,7 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
 from everstep.format.digests import digest
 from everstep.format.records import TimelineRecord, manifest_of
-from everstep.state.layout.replica_digest import replica_digests
+from everstep.state.layout.placement import replica_digests
 from tests.support.offers import marker, offer, own
 
 

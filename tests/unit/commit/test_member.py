@@ -39,17 +39,23 @@ from everstep.commit.job.actions import (
     Withdraw,
     Withdrawn,
 )
-from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import DiskProgress, ManifestNotice, Message, WatermarkNotice
+from everstep.commit.job.messages import (
+    COORDINATOR,
+    Cluster,
+    DiskProgress,
+    ManifestNotice,
+    Message,
+    WatermarkNotice,
+)
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import Watermark, reclaimable_bases
 from everstep.format.header import ShardIdentity
 from everstep.format.message_codec import Stored
 from everstep.format.names import shard_name
 from everstep.format.records import FileRecord, Marker
-from everstep.state.layout.replica_digest import ReplicaDigest
+from everstep.state.layout.placement import ReplicaDigest
 
 PACE = Pace(repeat_s=1.0, take_over_s=4.0, late_s=20.0)
 

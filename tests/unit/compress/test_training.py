@@ -20,8 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.compress.compressor import Compressor
-from everstep.compress.feedback import ErrorFeedback
-from everstep.compress.forms import KINDS, adaptive, compression
+from everstep.compress.feedback import KINDS, ErrorFeedback, adaptive, compression
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import MismatchError, OptionError, StateError

@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 import everstep
 from everstep.cli import app
 from everstep.demo import child, supervisor
-from everstep.demo.evidence import Survey, final_base, survey
 from everstep.demo.plan import (
     AFTER_CAPTURED,
     BEFORE_MANIFEST,
@@ -38,16 +37,20 @@ from everstep.demo.plan import (
     keeper_of,
     planned_kills,
 )
-from everstep.demo.process import CHILD_COMMAND, Child
-from everstep.demo.report import DemoReport, KillReport
+from everstep.demo.report import DemoReport, KillReport, Survey, final_base, survey
 from everstep.demo.show import Position, introduce, present
-from everstep.demo.supervisor import DemoError, run_demo
+from everstep.demo.supervisor import CHILD_COMMAND, Child, DemoError, run_demo
 from everstep.demo.verdict import StoredEntry, broken_promises, compare_entries, read_base
 from everstep.errors import FormatError, KeeperError, OptionError, RecoveryError
 from everstep.workloads import Training
-from everstep.workloads.comparison import Difference, compare_fingerprints, compare_losses
+from everstep.workloads.comparison import (
+    Difference,
+    JournalReader,
+    JournalWriter,
+    compare_fingerprints,
+    compare_losses,
+)
 from everstep.workloads.fingerprint import fingerprint
-from everstep.workloads.journal import JournalReader, JournalWriter
 from tests.support.leftovers import MARK, processes_marked
 from tests.support.trainers import start_trainer
 

@@ -20,11 +20,11 @@ from everstep.format.records import (
     TimelineRecord,
     manifest_of,
 )
-from everstep.seams.files import filesystem
+from everstep.seams import filesystem
 from everstep.state.layout import entries, shards
-from everstep.state.layout import names as entry_names
+from everstep.state.layout import entries as entry_names
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.replica_digest import ReplicaDigest
+from everstep.state.layout.placement import ReplicaDigest
 from everstep.state.values import tensors
 from everstep.state.values.tensors import tensor_entry
 

@@ -25,7 +25,7 @@ from everstep.format.records import (
     TimelineRecord,
     manifest_of,
 )
-from everstep.state.layout.replica_digest import ReplicaDigest
+from everstep.state.layout.placement import ReplicaDigest
 
 PATH = PurePath("/run/record")
 hexes = st.text("0123456789abcdef", min_size=32, max_size=32)

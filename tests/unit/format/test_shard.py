@@ -19,14 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.arena.memory import Arena
-from everstep.capture.lanes.batches import plan_batches
-from everstep.capture.lanes.lane import CpuLane
-from everstep.capture.live_body import LiveBody
+from everstep.capture.batches import plan_batches
+from everstep.capture.lane import CpuLane, LiveBody
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format import plan, writer
 from everstep.format.digests import Digester, digest, digest_of_file
-from everstep.format.header import LENGTH_BYTES, ShardIdentity
-from everstep.format.plan import plan_files
+from everstep.format.header import LENGTH_BYTES, ShardIdentity, plan_files
 from everstep.format.reader import read_body, read_header, read_record_bytes
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, digest_shard, write_shard

@@ -34,7 +34,7 @@ from everstep.run.scan import scan_base, scan_run
 from everstep.run.uncondemn import uncondemn
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.tiers.disk_tier import DiskTier
-from everstep.tiers.slots import SlotStore
+from everstep.tiers.durable_files import SlotStore
 from tests.support.world import HookedFileSystem, base_folder, flip, forget, inventory_of, opened
 
 FILES = PosixFileSystem()

@@ -25,26 +25,25 @@ from everstep.errors import (
     OutOfSpaceError,
     StateError,
 )
-from everstep.format.header import ShardIdentity
+from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
-from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import TimelineRecord
 from everstep.keeper.held.memory_bases import MemoryBases
-from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
-from everstep.keeper.ship.base_sender import Pace
+from everstep.keeper.held.peer_stores import PeerBaseStore, copy_memory_bytes
+from everstep.keeper.ship.senders import Pace
 from everstep.options import Options, validate_options
-from everstep.restore.fetch.peer_copy import size_of
+from everstep.restore.fetch.held import size_of
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock
-from everstep.seams.files.posix import PosixFileSystem
+from everstep.seams.posix import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import Seen
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.budget.host_memory import own_budget_bytes
-from everstep.trainer.job.peer_nodes import memory_notice, node_names
+from everstep.trainer.job.run_folder import memory_notice, node_names
 from tests.support.ranks.peering import RUN, BodyOfBytes, Ring, copy_of, piece, record_of
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)

@@ -28,20 +28,18 @@ from everstep.format.records import FileRecord, Manifest, Marker, RunRecord, Tim
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship import couriers as couriers_module
 from everstep.keeper.ship import log_copies
-from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.courier import HOUR_S, ROOT, CopyPlace, Courier, ObjectRate
 from everstep.keeper.ship.couriers import Couriers
 from everstep.keeper.ship.log_copies import LogCopies
-from everstep.keeper.ship.place import ROOT, CopyPlace
 from everstep.restore.log.log_found import LogFound
 from everstep.run.scan import Inventory
 from everstep.run.segments import scan_log
 from everstep.seams import ManualClock, Seams, failpoints
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions, validate_tiers
-from everstep.tiers.rate import HOUR_S, ObjectRate
 from everstep.tiers.retry import RetryingTier
 from everstep.trainer.attach.terms import KeeperTerms
 from tests.support.ranks.peer_logs import IDENTITY, RUN, Copying, Log, records_of_steps

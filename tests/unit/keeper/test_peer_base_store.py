@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 from everstep.commit.job.messages import PeerCopyAck, PeerCopyBegin, PeerCopyChunk
 from everstep.commit.lineage import BaseId
-from everstep.format.header import ShardIdentity
+from everstep.format.header import ShardIdentity, plan_files
 from everstep.format.message_codec import Stored
-from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
-from everstep.keeper.held.peer_base_store import PeerBaseStore
-from everstep.restore.fetch.peer_copy import size_of
+from everstep.keeper.held.peer_stores import PeerBaseStore
+from everstep.restore.fetch.held import size_of
 from everstep.state.layout.entries import Entry
-from everstep.testing.conformance_parts import at_once
+from everstep.testing.conformance import at_once
 from tests.support.ranks.peering import BodyOfBytes
 
 _RUN = "0" * 32

@@ -20,9 +20,9 @@ from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import HeldLogCopies, LogCopy, merge_runs, run_of
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
-from everstep.keeper.held.peer_log_store import PeerLogStore
-from everstep.keeper.ship import log_sender, transfer
-from everstep.restore.fetch.peer_log import pack_steps, unpack_steps
+from everstep.keeper.held.peer_stores import PeerLogStore
+from everstep.keeper.ship import senders, transfer
+from everstep.restore.fetch.held import pack_steps, unpack_steps
 from tests.support.ranks.peer_logs import (
     LOG_BYTES,
     LogRing,
@@ -439,7 +439,7 @@ def test_the_announced_bound_is_never_passed() -> None:
 def test_internal_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is wrong with a batch is told, and the next one is tried."""
     ring = LogRing("ab")
-    monkeypatch.setattr(log_sender, "pack_steps", _refuse)
+    monkeypatch.setattr(senders, "pack_steps", _refuse)
     ring.train(1)
     ring.run()
     assert "refused" in str(ring.notices[0])

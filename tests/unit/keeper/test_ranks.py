@@ -43,7 +43,7 @@ from everstep.format.names import (
 )
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord, manifest_of
 from everstep.keeper.persist.rank_disk import RankDisk
-from everstep.restore.fetch.rank_offers import keep_manifest, offer_of, open_on_disk
+from everstep.restore.fetch.rank_copies import keep_manifest, offer_of, open_on_disk
 from everstep.run.fence import Fence
 from everstep.run.scan import newest_timeline, scan_run
 from everstep.tiers.durable_files import ensure_dirs, temporary, write_durably

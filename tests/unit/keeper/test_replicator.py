@@ -21,13 +21,12 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import NEEDED_MAX
 from everstep.errors import DamageError
 from everstep.format.message_codec import Stored
-from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
+from everstep.keeper.held.peer_stores import PeerBaseStore, copy_memory_bytes
 from everstep.keeper.ship import transfer
-from everstep.keeper.ship.base_sender import Pace
 from everstep.keeper.ship.peer_copies import PeerCopies
-from everstep.link.keeper_stats import KeeperStats
-from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.peer_copy import check_files, files_over
+from everstep.keeper.ship.senders import Pace
+from everstep.link.messages import KeeperStats
+from everstep.restore.fetch.held import HeldBase, check_files, files_over
 from everstep.seams import Seams
 from tests.support.ranks.peering import BOUND_BYTES, Ring, SlowRing, bytes_of, piece, record_of
 

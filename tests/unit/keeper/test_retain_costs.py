@@ -14,14 +14,13 @@ import pytest
 import everstep
 from everstep import LogOptions
 from everstep.format.names import TIMELINE_RECORD, marker_name, parse_shard
-from everstep.keeper.ship.place import CopyPlace
+from everstep.keeper.ship.courier import CopyPlace, ObjectRate
 from everstep.run import segments
 from everstep.run.folder import open_timeline
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import SegmentCache, SegmentFound, scan_logs
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.tiers.disk_tier import DiskTier
-from everstep.tiers.rate import ObjectRate
 from tests.support.log.budget import Trained
 from tests.support.world import HookedFileSystem, flip, forget, opened
 

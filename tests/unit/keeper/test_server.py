@@ -21,13 +21,12 @@ from hypothesis import strategies as st
 from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError, DamageError, KeeperError, OutOfSpaceError
 from everstep.link.capture import Incoming
-from everstep.link.job_session import JobSession
-from everstep.link.messages import PROTOCOL
+from everstep.link.messages import PROTOCOL, JobSession
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.run.folder import open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams, failpoints
-from everstep.seams.network.sockets import PeerProcess, close_descriptors, connect_stream
+from everstep.seams.sockets import PeerProcess, close_descriptors, connect_stream
 from tests.support.serving import OBJECT, Bench, Hand, Place, bench, contents_of, oracle
 from tests.support.world import Gate, HookedFileSystem
 

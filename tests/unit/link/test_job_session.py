@@ -1,4 +1,4 @@
-"""``link/job_session.py``: every field of a job session reaches the keeper process."""
+"""``link/messages.py``: every field of a job session reaches the keeper process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from everstep.commit.lineage import BaseId
-from everstep.link.job_session import JobSession
+from everstep.link.messages import JobSession
 
 SESSION = JobSession(
     session="start-1",

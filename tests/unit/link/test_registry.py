@@ -30,8 +30,8 @@ from everstep.link.registry import (
     read_tail,
 )
 from everstep.link.spawn import SpawnOptions
-from everstep.seams.files import locks
-from everstep.seams.files.locks import lock_file
+from everstep.seams import locks
+from everstep.seams.locks import lock_file
 from everstep.seams.processes import processes
 from everstep.seams.processes.processes import PidWatch, has_file_open, open_pidfd, process_ended
 from everstep.seams.processes.runtime import runtime_folder

@@ -24,7 +24,7 @@ from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.link import spawn
 from everstep.link.registry import Registration, find_keeper, keeper_files, list_keepers
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
-from everstep.seams.files.locks import lock_file
+from everstep.seams.locks import lock_file
 from everstep.seams.processes import processes
 from everstep.seams.processes.processes import PidWatch, available_cores, process_ended
 from tests.support.fakekeeper import (

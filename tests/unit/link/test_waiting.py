@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from everstep.errors import DeadlineError
-from everstep.link.waiting import WaitDeadline
 from everstep.seams.clock import ManualClock
+from everstep.trainer.attach.requests import WaitDeadline
 
 
 def test_nobody_waits_longer_than_was_given() -> None:

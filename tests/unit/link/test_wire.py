@@ -35,8 +35,8 @@ from everstep.link.wire import (
     error_from_wire,
     error_to_wire,
 )
-from everstep.seams.network import sockets
-from everstep.seams.network.sockets import FDS_MAX, UnixStream, close_descriptors, listen_at
+from everstep.seams import sockets
+from everstep.seams.sockets import FDS_MAX, UnixStream, close_descriptors, listen_at
 
 TIMEOUT_S = 20.0
 
@@ -689,8 +689,8 @@ def test_nothing_of_it_needs_torch() -> None:
     code = """
 import sys
 import everstep.link.registry, everstep.link.spawn, everstep.link.wire
-import everstep.seams.files.locks, everstep.seams.processes.processes
-import everstep.seams.processes.runtime, everstep.seams.network.sockets
+import everstep.seams.locks, everstep.seams.processes.processes
+import everstep.seams.processes.runtime, everstep.seams.sockets
 import everstep.cli, everstep.cli.ps, everstep.cli.stop
 assert "torch" not in sys.modules, "torch was imported"
 assert "numpy" not in sys.modules, "numpy was imported"

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.plan import batch
-from everstep.plan.batch import LONGEST_S, PRICE_SHARE, BatchEstimator, least_batch, weighted_median
+from everstep.plan import estimator
+from everstep.plan.estimator import (
+    LONGEST_S,
+    PRICE_SHARE,
+    BatchEstimator,
+    least_batch,
+    weighted_median,
+)
 
 
 def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
@@ -107,10 +113,10 @@ def test_nothing_is_chosen_before_enough_was_measured() -> None:
     assert slow.choose() == 1
 
 
-@pytest.mark.parametrize("near", [batch._NEAR, 0.0])
+@pytest.mark.parametrize("near", [estimator._NEAR, 0.0])
 def test_noise_of_the_disk_changes_nothing(near: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would, without what is left alone."""
-    monkeypatch.setattr(batch, "_NEAR", near)
+    monkeypatch.setattr(estimator, "_NEAR", near)
     draw = random.Random(5)
     estimator, changes = fed(BatchEstimator(10, 1000), (0.5, 0.2, 1.0), rounds=30), 0
     for _ in range(300):

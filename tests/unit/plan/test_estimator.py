@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.errors import InfeasibleError
-from everstep.plan.costs import Costs, waste
 from everstep.plan.estimator import Estimator, FailurePrior
-from everstep.plan.interval import Choice, best_choice, interval_steps_min
+from everstep.plan.interval import Choice, Costs, best_choice, interval_steps_min, waste
 
 COSTS = Costs(14e9, 3e9, 0.2, 4 * 3600.0, 1.1)
 """14 GB to 3 GB/s, a failure every 4 hours, steps of 1.1 s that are redone in 0.2 s."""

@@ -19,9 +19,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import EverstepError, InfeasibleError, OptionError
-from everstep.plan.costs import Costs, Waste, waste
 from everstep.plan.interval import (
     Choice,
+    Costs,
+    Waste,
     best_choice,
     checkfreq_interval,
     closed_form,
@@ -29,6 +30,7 @@ from everstep.plan.interval import (
     curve,
     interval_steps_min,
     optimum,
+    waste,
 )
 
 COSTS = Costs(14e9, 3e9, 0.2, 4 * 3600.0, 1.1, batch_write_s=0.05)

@@ -15,12 +15,15 @@ from typer.testing import CliRunner
 from everstep.cli import app
 from everstep.cli.common.errors import ExitCode
 from everstep.errors import OptionError
-from everstep.plan.multistep import Overlap, Pipeline, lower_bound_s, overlap
-from everstep.plan.multistep_cut import (
+from everstep.plan.multistep import (
+    Overlap,
+    Pipeline,
     best_cut,
     fewest,
     fewest_of,
     filling_shares,
+    lower_bound_s,
+    overlap,
 )
 
 HELD: tuple[int | None, ...] = (None, 0, 1, 2)

@@ -1,4 +1,4 @@
-"""``plan/schedule/tracing.py``, ``plan/schedule/parallel.py``: where a step is traced, and what is
+"""``plan/schedule/tracing.py``, ``plan/schedule/trace.py``: where a step is traced, and what is
 said of it."""
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import OptionError, UnsupportedStateError
 from everstep.plan.schedule.devices import device, seconds_of, times_of
-from everstep.plan.schedule.parallel import Buckets
 from everstep.plan.schedule.schedule import Mode, problem_of, schedule
 from everstep.plan.schedule.steps import WAIT, Operator, StepTrace, difference
-from everstep.plan.schedule.trace import trace_training
+from everstep.plan.schedule.trace import Buckets, trace_training
 from everstep.plan.schedule.tracing import trace_of
 from everstep.workloads.gpt import GPT, GPTConfig
 from everstep.workloads.published import published

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import engine, functional, self_test
-from everstep.replay.fused import blocked, cuts
-from everstep.replay.fused.blocked import Blocked
-from everstep.replay.fused.cuts import flat
+from everstep.replay import blocked, cuts, engine, functional, self_test
+from everstep.replay.blocked import Blocked
+from everstep.replay.cuts import flat
 from everstep.replay.updates import Update
 from tests.support.replays import (
     Run,

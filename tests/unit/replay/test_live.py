@@ -17,10 +17,9 @@ from torch.optim.optimizer import (
 )
 
 from everstep.errors import ReplayError, UnsupportedStateError
-from everstep.replay import exactness
+from everstep.replay import blocked, exactness
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import declare
-from everstep.replay.fused import blocked
 from everstep.replay.updates import Update
 from tests.support.replays import Run, assert_same_bits, options_of, record
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
+from everstep.replay import blocked
 from everstep.replay.exactness import MATRIX, Row
-from everstep.replay.fused import blocked
 from tests.support.replays import record, replayed
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {

@@ -13,9 +13,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from everstep.compress.quantized import int8
 from everstep.compress.sparse import Sparse, topk
-from everstep.replay import engine
-from everstep.replay.fused import blocked
-from everstep.replay.fused.blocked import Blocked
+from everstep.replay import blocked, engine
+from everstep.replay.blocked import Blocked
 from everstep.replay.updates import Gradient, Packed, Update
 from tests.support.replays import Run, bits, record, replayed, tensors_of
 

@@ -13,9 +13,8 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import self_test
-from everstep.replay.fused import blocked, programs
-from everstep.replay.fused.blocked import Blocked
+from everstep.replay import blocked, programs, self_test
+from everstep.replay.blocked import Blocked
 from everstep.replay.updates import Update
 from tests.support.replays import Run, record, replayed, replayer_at, tensors_of
 

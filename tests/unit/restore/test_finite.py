@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from everstep.errors import MismatchError
-from everstep.restore.load.nonfinite import is_finite
+from everstep.restore.load.load import is_finite
 from everstep.testing import inspect
 from tests.support.world import opened
 

@@ -31,7 +31,7 @@ from everstep.run.chain import Chain
 from everstep.run.log_reads import LogReads, ReadBudget, SegmentReads
 from everstep.run.segments import SegmentFound
 from everstep.seams import PosixFileSystem
-from everstep.seams.files.filesystem import ReadFile
+from everstep.seams.filesystem import ReadFile
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import plan_shards
 from tests.support.log.redone import STEPS as TRAINED

@@ -20,18 +20,17 @@ from everstep.commit.retention import TIERS
 from everstep.errors import DamageError
 from everstep.format.reader import _chunks
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch import node_window
+from everstep.restore.fetch import node_reads
 from everstep.restore.fetch.held import KeeperContents
-from everstep.restore.fetch.node_reads import NodeReads, NodeStart
-from everstep.restore.fetch.node_window import NodeWindow
+from everstep.restore.fetch.node_reads import NodeReads, NodeStart, NodeWindow
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.start.rank_loader import RankLoader
-from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.report import ResumeRequest
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem, Seams, SystemClock
-from everstep.seams.files.filesystem import ReadFile
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.seams.filesystem import ReadFile
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.trainer.job.run_folder import SharedRun
 from tests.support.ranks.sharding import Values, as_rank, build, locals_of, save
@@ -199,7 +198,7 @@ def check(ranks: Ranks, found: Sequence[LoadedBase | Exception]) -> None:
 
 def test_a_node_reads_a_base_once(ranks: Ranks) -> None:
     check(ranks, ranks.load())
-    assert size_of(ranks.base) > 4 * node_window.CELL_BYTES
+    assert size_of(ranks.base) > 4 * node_reads.CELL_BYTES
     assert ranks.files.read_bytes < 1.1 * size_of(ranks.base)
 
 
@@ -231,7 +230,7 @@ def test_files_are_cut_at_the_same_places_wherever_a_range_begins() -> None:
     last = 40 << 20
     for first in (0, 3 * 4096, (5 << 20) + 100):
         ends = [chunk.end for chunk in _chunks([(first, last)])]
-        assert all(end % node_window.CELL_BYTES == 0 for end in ends), first
+        assert all(end % node_reads.CELL_BYTES == 0 for end in ends), first
 
 
 def test_two_nodes_read_it_twice(tmp_path: Path) -> None:
@@ -270,7 +269,7 @@ def test_damage_on_the_way_is_not_damage_to_the_file(
                 left.clear()
                 target[100] ^= 1
 
-    monkeypatch.setattr(node_window.np, "copyto", spoiling)
+    monkeypatch.setattr(node_reads.np, "copyto", spoiling)
     check(ranks, ranks.load())
     assert not left
 

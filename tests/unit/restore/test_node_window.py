@@ -15,8 +15,8 @@ import pytest
 
 from everstep.arena.memory import Arena
 from everstep.errors import EverstepError
-from everstep.restore.fetch import node_window
-from everstep.restore.fetch.node_window import NodeWindow
+from everstep.restore.fetch import node_reads
+from everstep.restore.fetch.node_reads import NodeWindow
 from everstep.seams import SystemClock
 from tests.support.ranks.together import on_all
 from tests.support.world import TIMEOUT_S
@@ -101,7 +101,7 @@ def test_each_cell_is_read_once_and_the_ranks_keep_together() -> None:
 
 def test_the_memory_is_bounded_whatever_is_read() -> None:
     with windows(2, slots=4) as ranks:
-        assert ranks[0]._arena.size_bytes == 4 * node_window.CELL_BYTES + 2 * 4096
+        assert ranks[0]._arena.size_bytes == 4 * node_reads.CELL_BYTES + 2 * 4096
 
 
 def test_a_rank_that_is_not_done_with_a_cell_still_finds_it() -> None:
@@ -110,7 +110,7 @@ def test_a_rank_that_is_not_done_with_a_cell_still_finds_it() -> None:
 
     class Looks(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
-            if timeout is not None and timeout > node_window._TURN_S:
+            if timeout is not None and timeout > node_reads._TURN_S:
                 waits.set()
             return super().wait(timeout)
 
@@ -257,12 +257,12 @@ def test_what_changes_while_it_is_taken_is_read_anew(
 
         def look(arena: Arena, word: int) -> int:
             found = progress(arena, word)
-            if word == node_window.RANKS_MAX:  # that of the first slot
+            if word == node_reads.RANKS_MAX:  # that of the first slot
                 reuse()
             return found
 
         if moment == "before the copy":
-            monkeypatch.setattr(node_window.np, "copyto", slowly)
+            monkeypatch.setattr(node_reads.np, "copyto", slowly)
         else:
             monkeypatch.setattr(Arena, "progress", look)
         store.take(ranks[1], 0)
@@ -291,7 +291,7 @@ def test_the_memory_of_another_start_is_refused() -> None:
 
 READER = """
 import sys
-from everstep.restore.fetch.node_window import NodeWindow
+from everstep.restore.fetch.node_reads import NodeWindow
 from everstep.seams import SystemClock
 
 def hangs(buffer):

@@ -26,7 +26,7 @@ from everstep.restore.redo.conditions import replay_conditions
 from everstep.run.chain import Chain
 from everstep.run.tensors import with_strides
 from everstep.seams.fingerprint import fingerprint
-from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.support.logged import (
     World,

@@ -18,12 +18,12 @@ from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import Reads
 from everstep.restore.offline.job_state import JobState, rank_entry_name
 from everstep.restore.offline.load import load_job
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.offline.memory import OfflineState
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.entries import OBJECT_PREFIX
 from everstep.state.providers.zero import PARTITIONED
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode, encode
 from tests.support.ranks.relogged import Logs, logged, train

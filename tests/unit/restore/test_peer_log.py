@@ -19,8 +19,7 @@ from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import run_of
 from everstep.keeper.log.recall_wire import log_to_wire, recalled_from_wire
 from everstep.restore.fetch import peers, start_channel
-from everstep.restore.fetch.peer_copy import PeerCopy
-from everstep.restore.fetch.peer_log import FetchedLog, PeerLog, pack_steps, unpack_steps
+from everstep.restore.fetch.held import FetchedLog, PeerCopy, PeerLog, pack_steps, unpack_steps
 from everstep.restore.fetch.peer_plan import LogOffer
 from everstep.restore.fetch.peers import FetchResult, fetch_from_peers, fetch_plan
 from everstep.run.scan import Inventory

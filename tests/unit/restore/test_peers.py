@@ -24,7 +24,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, RecoveryError
 from everstep.format.records import Manifest
 from everstep.restore.fetch import peers, start_channel
-from everstep.restore.fetch.peer_copy import PeerCopy
+from everstep.restore.fetch.held import PeerCopy
 from everstep.restore.fetch.peers import (
     CopyOffer,
     FetchedBase,

@@ -21,9 +21,8 @@ from torch.optim import SGD, Adam, AdamW
 from everstep.errors import RecoveryError, ReplayError, StateError
 from everstep.format.log import LogRecord
 from everstep.format.names import base_dir
-from everstep.replay import engine
-from everstep.replay.fused import blocked
-from everstep.replay.fused.blocked import Blocked
+from everstep.replay import blocked, engine
+from everstep.replay.blocked import Blocked
 from everstep.replay.updates import Update
 from everstep.restore.redo import driver, live
 from everstep.restore.redo.driver import ReplayDriver, Step

@@ -27,10 +27,10 @@ from everstep.restore.load.load import Reads, check_contents
 from everstep.restore.load.saved_ranks import needs_of
 from everstep.restore.offline.load import load_job
 from everstep.seams import PosixFileSystem
-from everstep.state.layout.names import OBJECT_PREFIX
-from everstep.state.layout.replica_digest import describe_mismatch
+from everstep.state.layout.entries import OBJECT_PREFIX
+from everstep.state.layout.placement import describe_mismatch
 from everstep.state.providers.provider import RestorePlan
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from tests.support.ranks import sharding
 from tests.support.ranks.relogged import logged, train

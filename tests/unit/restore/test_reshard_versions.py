@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from everstep.errors import MismatchError, RecoveryError
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import BaseFound
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.tensors import local_tensor
 from tests.support.ranks import sharding

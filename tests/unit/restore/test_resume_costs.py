@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from everstep.format.log import LogRecord
 from everstep.replay import engine
-from everstep.replay.fused.blocked import Blocked
+from everstep.replay.blocked import Blocked
 from everstep.restore.fetch.peers import FetchResult
 from everstep.restore.redo import driver
 from everstep.restore.redo.driver import ReplayDriver

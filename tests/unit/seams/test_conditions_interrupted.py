@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from everstep.format.writer import ChunkRing
-from everstep.seams.processes.conditions import Condition, Outcome
+from everstep.seams.processes.threads import Condition, Outcome
 from tests.support.interrupts import interrupted_at
 
 _MOST = 500  # places in any of these; more would be a loop

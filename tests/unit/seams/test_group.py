@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everstep.seams.network.group import TorchGroup
+from everstep.seams.group import TorchGroup
 from everstep.trainer.job.job import join_job
 
 _ROUND = 1024 - 8

@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.arena import Block
-from everstep.seams import PosixFileSystem
-from everstep.seams.files import posix
-from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
+from everstep.seams import PosixFileSystem, posix
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from tests.support.world import has_leases
 
 PAGE = DIRECT_ALIGNMENT_BYTES
@@ -476,7 +475,7 @@ def test_what_was_reserved_in_vain_is_given_back(
 
     file = FS.create(tmp_path / "a")
     file.write(memoryview(b"there"), 0)
-    monkeypatch.setattr("everstep.seams.files.posix.allocate", half)
+    monkeypatch.setattr("everstep.seams.posix.allocate", half)
     with pytest.raises(OSError, match="No space left") as caught:
         file.reserve(1 << 20)
     file.close()

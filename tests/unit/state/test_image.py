@@ -15,8 +15,8 @@ from torch import nn
 
 import everstep
 from everstep.errors import OptionError, UnsupportedStateError
-from everstep.state.layout.names import OBJECT_PREFIX, RNG_SECTION
-from everstep.state.survey import survey as survey_module
+from everstep.state import survey as survey_module
+from everstep.state.layout.entries import OBJECT_PREFIX, RNG_SECTION
 from everstep.state.training_state import State
 
 Pair = namedtuple("Pair", "a b")

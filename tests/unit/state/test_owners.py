@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.errors import OptionError, StateError
-from everstep.state.survey.ownership import Memory, OwnedMemory, Owner, OwnershipIndex, memory_of
+from everstep.state.ownership import Memory, OwnedMemory, Owner, OwnershipIndex, memory_of
 from everstep.state.training_state import State
 from tests.support.state_changes import step, world
 

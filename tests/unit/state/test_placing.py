@@ -24,8 +24,7 @@ from everstep.restore.load.saved_ranks import Piece
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.placement import Box, Cut, Placement, box_on_mesh, replicas_on_mesh
 from everstep.state.layout.shards import plan_shards
-from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.ranks.writers import Replication, WriterAssignment
+from everstep.state.ranks.writers import RankInfo, Replication, WriterAssignment
 
 Layout = tuple[tuple[int, ...], tuple[Cut, ...]]
 """Shape of a mesh, and a cut for each of its dimensions."""

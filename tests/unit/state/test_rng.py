@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.layout.names import OBJECT_PREFIX, RNG_SECTION
-from everstep.state.survey.survey import Survey
+from everstep.state.layout.entries import OBJECT_PREFIX, RNG_SECTION
+from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.state.values.generators import capture_rng, restore_rng
 from everstep.state.values.objects import decode

@@ -23,17 +23,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.errors import StateError, UnsupportedStateError
-from everstep.state.layout.names import is_reserved
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.survey import survey as survey_module
-from everstep.state.survey.guards import (
+from everstep.state import survey as survey_module
+from everstep.state.guards import (
     _MODULE_NAMES,
     _OPTIMIZER_NAMES,
     TensorGuard,
     _is_torchs_own,
 )
-from everstep.state.survey.survey import Survey
+from everstep.state.layout.entries import is_reserved
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from tests.support.state_changes import CHANGES, EXTRA, SHAPES, Values, step, world
 from tests.support.world import assert_same

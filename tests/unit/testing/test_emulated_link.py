@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from everstep.capture.lanes.batches import Batch, in_chunks
+from everstep.capture.batches import Batch, in_chunks
 from everstep.testing import emulated_link as emulated
 from everstep.testing.emulated_link import EmulatedLink
 

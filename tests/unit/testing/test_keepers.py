@@ -17,8 +17,8 @@ from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.link.registry import find_keeper, keeper_files, kill_keeper
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.run.folder import open_run_folder
-from everstep.seams.files.locks import lock_file
-from everstep.seams.files.posix import PosixFileSystem
+from everstep.seams.locks import lock_file
+from everstep.seams.posix import PosixFileSystem
 from everstep.seams.processes.processes import process_ended
 from everstep.seams.processes.runtime import runtime_folder
 from everstep.testing import keepers

@@ -31,10 +31,10 @@ from everstep.seams import PosixFileSystem
 from everstep.testing import conformance as checks
 from everstep.testing.conformance import CHECKS, Place, conformance
 from everstep.tiers import object as object_module
+from everstep.tiers.contract import read_whole
 from everstep.tiers.memory import MemoryFile
 from everstep.tiers.object import ObjectTier, translate_error
 from everstep.tiers.retry import RetryingTier, RetryPolicy
-from everstep.tiers.streams import read_whole
 from everstep.tiers.urls import open_tier
 from tests.support.copying import train
 from tests.support.objectstore import KEY, SECRET, FaultProxy, options, server, weed

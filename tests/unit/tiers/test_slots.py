@@ -17,7 +17,7 @@ import torch
 from everstep.errors import StorageError
 from everstep.format.names import SLOTS_DIR
 from everstep.seams import PosixFileSystem
-from everstep.tiers.slots import SlotStore
+from everstep.tiers.durable_files import SlotStore
 from tests.support.world import (
     TIMEOUT_S,
     HookedFileSystem,

@@ -16,13 +16,13 @@ from everstep.errors import (
     PermissionDeniedError,
     UnreachableError,
 )
+from everstep.keeper.ship.courier import HOUR_S, ObjectRate
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import TierOptions
-from everstep.tiers.rate import HOUR_S, ObjectRate
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from everstep.tiers.urls import UrlPath, is_url
 from tests.crash.sim.faults import Fault

@@ -12,9 +12,9 @@ from torch import nn
 
 import everstep
 from everstep.errors import OutOfSpaceError
-from everstep.state.survey.survey import Shape
+from everstep.state.survey import Shape
 from everstep.state.training_state import State
-from everstep.trainer.budget.first_update import shape_after_first_update
+from everstep.trainer.budget.host_memory import shape_after_first_update
 from tests.support.ranks.sharding import as_rank, build
 
 OPTIMIZERS: dict[str, Any] = {

@@ -15,9 +15,8 @@ from typing import Any, cast
 import pytest
 
 from everstep.options import validate_options
-from everstep.seams import Seams
-from everstep.seams.network import mailbox
-from everstep.seams.network.mailbox import ReservedPort, TcpMailbox
+from everstep.seams import Seams, mailbox
+from everstep.seams.mailbox import ReservedPort, TcpMailbox
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.plan.multistep import Overlap, Pipeline
-from everstep.plan.multistep_cut import best_cut, fewest
+from everstep.plan.multistep import Overlap, Pipeline, best_cut, fewest
 from everstep.seams import ManualClock
 from everstep.trainer.multistep.measurements import MultistepBase, MultistepStats, StepTimes
 from everstep.trainer.multistep.partition import Unit, cut_by_cost, modelled_overlap

@@ -13,13 +13,12 @@ from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.keeper.process.duties import Duties
-from everstep.link.log_records import RECORD_BYTES
+from everstep.link.messages import RECORD_BYTES
 from everstep.link.pool import Block
 from everstep.seams import Seams
-from everstep.state.ranks.rank_info import RankInfo
-from everstep.trainer.budget.host_memory import peer_log_bytes
-from everstep.trainer.budget.log_limits import log_dropped_early
-from everstep.trainer.job.peer_nodes import peer_notice
+from everstep.state.ranks.writers import RankInfo
+from everstep.trainer.budget.host_memory import log_dropped_early, peer_log_bytes
+from everstep.trainer.job.run_folder import peer_notice
 from everstep.trainer.log.log_memory import LogMemory, LogTarget
 
 SIZE = 100

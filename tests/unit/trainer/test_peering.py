@@ -10,12 +10,12 @@ import torch
 
 import everstep
 from everstep.errors import OptionError, OutOfSpaceError
-from everstep.link.job_session import JobSession
+from everstep.link.messages import JobSession
 from everstep.seams.machine import machine_name
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers
 from everstep.trainer.budget.host_memory import peer_bytes
-from everstep.trainer.job.peer_nodes import (
+from everstep.trainer.job.run_folder import (
     node_name,
     node_names,
     peer_notice,

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from everstep.errors import InfeasibleError
-from everstep.plan.costs import Costs
-from everstep.plan.interval import best_choice
+from everstep.plan.interval import Costs, best_choice
 from everstep_bench.stall.figures import Interval, Row
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.seams.processes.processes import PidWatch
-from everstep.workloads.journal import Event, JournalReader
+from everstep.workloads.comparison import Event, JournalReader
 from everstep_bench.drill.arms import ARMS, Arm, Consumes
 from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.plan import DrillPlan

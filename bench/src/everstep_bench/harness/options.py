@@ -181,20 +181,20 @@ def parse_share(text: str) -> float:
 
 def parse_size(text: str) -> int:
     """Return bytes: ``"1GiB"``."""
-    from everstep.cli.common.units import parse_bytes
+    from everstep.cli.common.output import parse_bytes
 
     return int(parse_bytes("a size:", text))
 
 
 def parse_time(text: str) -> float:
     """Return seconds: ``"10s"``, ``"100ms"``."""
-    from everstep.cli.common.units import parse_seconds
+    from everstep.cli.common.output import parse_seconds
 
     return parse_seconds("a duration:", text)
 
 
 def parse_speed(text: str) -> float:
     """Return bytes in a second: ``"2GB/s"``."""
-    from everstep.cli.common.units import parse_bytes_per_s
+    from everstep.cli.common.output import parse_bytes_per_s
 
     return parse_bytes_per_s("a bandwidth:", text)

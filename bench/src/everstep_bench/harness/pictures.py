@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from everstep.cli.common.pictures import check_picture
+from everstep.cli.plan.schedule import check_picture
 from everstep.errors import PermissionDeniedError
 
 _DPI = 150

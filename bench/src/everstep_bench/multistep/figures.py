@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
-from everstep.plan.multistep_cut import best_cut, fewest
+from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, best_cut, fewest, lower_bound_s
 from everstep.trainer.multistep.partition import Unit, cut_by_cost, modelled_overlap
 from everstep_bench.harness.figures import Spread, plain
 from everstep_bench.multistep.training import Lengths

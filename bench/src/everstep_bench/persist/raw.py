@@ -16,7 +16,7 @@ from pathlib import Path
 
 from everstep.arena import Block
 from everstep.errors import StorageError
-from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.processes.threads import IoThreads
 from everstep_bench.harness.figures import Role
 from everstep_bench.harness.gauges import Sample, now

@@ -32,7 +32,7 @@ from everstep.seams import Seams
 from everstep.state.values.tensors import host_bytes
 from everstep.testing import inspect
 from everstep.testing.emulated_link import EmulatedLink
-from everstep.trainer.schedule.stats import ScheduleStats
+from everstep.trainer.schedule.scheduler import ScheduleStats
 from everstep.workloads.processes import interruptible
 from everstep_bench.harness.display import Display
 from everstep_bench.harness.machine import workspace

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from everstep.plan.schedule.planned import every_steps
+from everstep.plan.schedule.exact import every_steps
 from everstep.plan.schedule.schedule import Mode
 from everstep_bench.harness.figures import Verdict, plain
 from everstep_bench.harness.report import Findings, Table, mb, number

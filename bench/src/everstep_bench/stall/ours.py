@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.lane import CpuLane, Lane
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane, Lane
 from everstep.checkpointer import Checkpointer
 from everstep.config.method import Method
 from everstep.config.options import Budget, KeeperOptions

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane, CpuTransfer, Progress
 
 
 class Copied(NamedTuple):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from everstep.restore.offline.run_log import RunLog
     from everstep.run.scan import Inventory
     from everstep.run.segments import SegmentFound
-    from everstep.seams.files.filesystem import FileSystem
+    from everstep.seams.filesystem import FileSystem
 
 
 AUDIT_WORDS = {"equal": "audited", "different": "AUDIT FAILED", "unchecked": "not audited"}

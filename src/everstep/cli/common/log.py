@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from everstep.restore.offline.run_log import Reach, RunLog
     from everstep.run.scan import Inventory
     from everstep.run.segments import SegmentFound
-    from everstep.seams.files.filesystem import FileSystem
+    from everstep.seams.filesystem import FileSystem
 
 
 _SPANS_MAX = 6

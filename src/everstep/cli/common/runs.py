@@ -24,7 +24,7 @@ from everstep.errors import (
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
     from everstep.run.scan import BaseFound, Inventory
-    from everstep.seams.files.filesystem import FileSystem
+    from everstep.seams.filesystem import FileSystem
 
 
 RUN_ARGUMENT = typer.Argument(metavar="RUN", help="The run folder.", show_default=False)

@@ -9,19 +9,19 @@ import typer
 from rich.console import Console
 
 from everstep.cli.common.errors import EverstepGroup, JsonFlag, emit
-from everstep.cli.common.output import console, table
-from everstep.cli.common.units import (
+from everstep.cli.common.output import (
+    console,
     parse_bytes,
     parse_bytes_per_s,
     parse_seconds,
     seconds_in_words,
+    table,
 )
 from everstep.cli.plan.multistep import multistep
 from everstep.cli.plan.schedule import schedule
 
 if TYPE_CHECKING:
-    from everstep.plan.costs import Costs, Waste
-    from everstep.plan.interval import Choice, Optimum, Point
+    from everstep.plan.interval import Choice, Costs, Optimum, Point, Waste
 
 
 app = typer.Typer(
@@ -80,8 +80,7 @@ def interval(
     5min, 4h; bare numbers are bytes, bytes/s, seconds. Exit status 3 if no choice helps, with the
     number that would be needed.
     """
-    from everstep.plan.costs import Costs
-    from everstep.plan.interval import curve, optimum
+    from everstep.plan.interval import Costs, curve, optimum
 
     costs = Costs(
         state_bytes=parse_bytes("--state-bytes", state_bytes),

@@ -9,8 +9,14 @@ import typer
 from rich.console import Console
 
 from everstep.cli.common.errors import JsonFlag, emit
-from everstep.cli.common.output import console, in_words, table
-from everstep.cli.common.units import parse_bytes, parse_bytes_per_s, parse_seconds
+from everstep.cli.common.output import (
+    console,
+    in_words,
+    parse_bytes,
+    parse_bytes_per_s,
+    parse_seconds,
+    table,
+)
 from everstep.errors import OptionError
 
 if TYPE_CHECKING:
@@ -56,8 +62,7 @@ def multistep(
     more steps in additional device memory. These are waits for copies. With --part-ms the work of
     the training thread is shown beside them, and counts for the best number of parts.
     """
-    from everstep.plan.multistep import Pipeline, lower_bound_s
-    from everstep.plan.multistep_cut import best_cut
+    from everstep.plan.multistep import Pipeline, best_cut, lower_bound_s
 
     link_bytes_per_s = parse_bytes_per_s("--link", link)
     state = parse_bytes("--state-bytes", state_bytes)
@@ -119,7 +124,7 @@ def _document(
 
 def _best(rows: list[Overlap]) -> int:
     """Return the fewest parts whose loss is close to the least."""
-    from everstep.plan.multistep_cut import fewest
+    from everstep.plan.multistep import fewest
 
     return fewest([row.lost_s for row in rows])
 

@@ -1,7 +1,11 @@
-"""``everstep plan schedule``: when to copy each tensor off the device, and the cost of that."""
+"""``everstep plan schedule``: when to copy each tensor off the device, and the cost of that.
+
+Pictures: check that one can be drawn, and draw the memory of a step.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import sys
@@ -10,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,18 +22,16 @@ import typer
 from rich.console import Console
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
-from everstep.cli.common.output import console, in_words
+from everstep.cli.common.output import console, in_words, parse_bytes_per_s, seconds_in_words
 from everstep.cli.common.paths import absolute, checked_path, kind_of
-from everstep.cli.common.units import parse_bytes_per_s, seconds_in_words
 from everstep.errors import EverstepError, OptionError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
 
     from everstep.plan.schedule.devices import Device
-    from everstep.plan.schedule.planned import Planned
+    from everstep.plan.schedule.exact import Planned
     from everstep.plan.schedule.tracing import Optimizers, Training
-
 
 _MODULE = "everstep_planned_model"
 _OURS = str(Path(__file__).parents[2])
@@ -108,7 +111,7 @@ def schedule(
     that computes its loss. Exit status 3 if the link is too slow, with the bandwidth that would be
     enough, or if the steps of a model differ.
     """
-    from everstep.plan.schedule.planned import plan_step
+    from everstep.plan.schedule.exact import plan_step
     from everstep.plan.schedule.tracing import trace_of
 
     on = _device(gpu, flops, half_flops, memory)
@@ -123,8 +126,6 @@ def schedule(
     else:
         raise OptionError(f"--gpu {gpu}: no data sheet says how fast the link is", hint="--link")
     if picture is not None:
-        from everstep.cli.common.pictures import check_picture
-
         check_picture(picture)
     training = _training(model)
     of_a_file = ":" in model
@@ -162,7 +163,6 @@ def schedule(
     }
     document = _document(found, about, mode.value, disk_bytes_per_s)
     if picture is not None and found.schedule is not None:
-        from everstep.cli.common.pictures import draw_memory
         from everstep.tiers.durable_files import storage_errors
 
         with storage_errors("draw the picture", picture):
@@ -350,3 +350,60 @@ def _show(out: Console, found: Planned, document: dict[str, Any]) -> None:
         f"traced on {document['traced_on']} in {seconds_in_words(found.trace_s)}, "
         f"planned in {seconds_in_words(found.plan_s)}"
     )
+
+
+_INCHES = (10.0, 4.0)
+_DPI = 150
+
+
+def check_picture(path: Path) -> None:
+    """Check that a picture can be drawn, before anything is computed for it.
+
+    Raises:
+        UnavailableError: matplotlib is missing.
+        OptionError: there is no such folder, or no such kind of picture.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnavailableError(
+            "a picture needs matplotlib, which is not installed",
+            hint="pip install matplotlib, or leave out --picture",
+        )
+    check_target(path)
+    canvas: Any = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
+    kinds = canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise OptionError(
+            f"--picture: no picture is drawn as {path.suffix!r}", hint=f"one of {', '.join(kinds)}"
+        )
+
+
+def check_target(path: Path) -> None:
+    """Check that a file can be written to ``path``, before anything is computed for it.
+
+    Raises:
+        OptionError: there is no such folder, or it is one.
+    """
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"there is no folder {path.absolute().parent}", hint="make it first")
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder", hint="name a file in it")
+
+
+def draw_memory(found: Planned, title: str, path: Path) -> None:
+    """Draw memory over the time of a step, with the plan's snapshots and without."""
+    from everstep.plan.schedule.schedule import memory_of
+
+    assert found.schedule is not None
+    agg: Any = importlib.import_module("matplotlib.backends.backend_agg")
+    figures: Any = importlib.import_module("matplotlib.figure")
+    figure = figures.Figure(figsize=_INCHES, layout="constrained")
+    axes = figure.subplots()
+    ends_ms = [s * 1e3 for s in accumulate(found.problem.seconds)]
+    planned = memory_of(found.problem, found.schedule.placements)
+    for label, values in (("with checkpoints", planned), ("without", found.problem.live_bytes)):
+        axes.step([0.0, *ends_ms], [v / 1e6 for v in (values[0], *values)], label=label)
+    at_once = found.blocking_peak_bytes / 1e6
+    axes.axhline(at_once, linestyle=":", color="grey", label="all duplicated at once (peak)")
+    axes.set(xlabel="ms of the step", ylabel="MB", title=title, ylim=(0, at_once * 1.05))
+    axes.legend(loc="lower right")
+    agg.FigureCanvasAgg(figure).print_figure(str(path), dpi=_DPI)

@@ -2,8 +2,7 @@
 
 They run in the keepers (commits) and in the trainers (agreement at a start). Read in this order:
 
-``cluster``      ranks, and which of them share a disk
-``messages``     messages between ranks, and their encoding
+``messages``     messages between ranks, and their encoding; ranks, and which of them share a disk
 ``actions``      actions, events and reports of the commit protocol
 ``member``       commits of one rank in a timeline
 ``coordinator``  rank 0: watermark and retention for all ranks

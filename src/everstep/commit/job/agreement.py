@@ -22,8 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.commit.job.actions import Send
-from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.messages import Answer, Command, Message
+from everstep.commit.job.messages import COORDINATOR, Answer, Command, Message
 from everstep.commit.job.offer_codec import (
     decode_choice,
     decode_offer,
@@ -35,7 +34,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
 from everstep.format.message_codec import Decoder, Stored, encode
 from everstep.format.records import TimelineRecord
-from everstep.state.layout.replica_digest import ReplicaDigest, describe_mismatch
+from everstep.state.layout.placement import ReplicaDigest, describe_mismatch
 
 
 @dataclass(frozen=True, slots=True)

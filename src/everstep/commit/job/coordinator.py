@@ -24,9 +24,10 @@ from everstep.commit.job.actions import (
     ReadBack,
     Send,
 )
-from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import (
+    COORDINATOR,
+    Cluster,
     ManifestAck,
     ManifestNotice,
     Message,

@@ -46,8 +46,9 @@ from everstep.commit.job.actions import (
     Withdraw,
     Withdrawn,
 )
-from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.messages import (
+    COORDINATOR,
+    Cluster,
     DiskProgress,
     GiveUpNotice,
     ManifestAck,
@@ -66,7 +67,7 @@ from everstep.errors import FencedError
 from everstep.format.header import ShardIdentity
 from everstep.format.message_codec import Stored
 from everstep.format.records import Manifest, Marker, manifest_of
-from everstep.state.layout.replica_digest import describe_mismatch
+from everstep.state.layout.placement import describe_mismatch
 
 
 @dataclass(slots=True)

@@ -4,6 +4,5 @@ Runs in the keeper process. Read in this order:
 
 ``newest_capture``   the newest complete capture of this rank
 ``memory_bases``     bases of this rank that live in memory only (``method="gemini"``)
-``peer_base_store``  copies of other nodes' bases
-``peer_log_store``   copies of other nodes' logs
+``peer_stores``  copies of other nodes' bases; copies of other nodes' logs
 """

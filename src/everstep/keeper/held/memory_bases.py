@@ -15,12 +15,12 @@ from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, StateError
+from everstep.format.header import BasePlan
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
-from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import Marker
 from everstep.format.writer import Written, digest_shard
-from everstep.keeper.held.peer_base_store import PeerBaseStore
+from everstep.keeper.held.peer_stores import PeerBaseStore
 from everstep.seams import Clock, FileSystem
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body, Seen

@@ -17,8 +17,7 @@ import msgpack
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError
-from everstep.format.header import ShardIdentity
-from everstep.format.plan import BasePlan
+from everstep.format.header import BasePlan, ShardIdentity
 from everstep.format.writer import Written, digest_shard
 from everstep.keeper.log.recall_wire import base_to_wire
 from everstep.link.capture import Capture, shard_offsets

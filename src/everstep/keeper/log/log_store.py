@@ -25,7 +25,7 @@ from everstep.format.log import (
 )
 from everstep.keeper.log.segment_queue import SegmentQueue, StoredRecord
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.stalls import wait_while_active
+from everstep.seams.filesystem import wait_while_active
 from everstep.seams.processes.threads import IoThreads
 from everstep.state.layout.shards import ShardLayout
 

@@ -14,17 +14,16 @@ from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.log import RecordHead
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import open_segments
-from everstep.link.log_records import receive_layout
-from everstep.link.messages import identity_from_wire
+from everstep.keeper.process.duty import AttachedTrainer
+from everstep.link.messages import identity_from_wire, receive_layout
 from everstep.run.fence import timeline_bytes
 from everstep.seams import FileSystem, Seams
 
 if TYPE_CHECKING:
     from everstep.keeper.process.duty import Handler, ServedTimeline
-    from everstep.link.keeper_stats import KeeperStats
+    from everstep.link.messages import KeeperStats
 
 
 class ServedTimelines:

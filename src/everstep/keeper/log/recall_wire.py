@@ -16,9 +16,14 @@ from everstep.format.records import FileRecord, Marker
 from everstep.keeper.log.log_store import records_from_wire
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.messages import identity_from_wire, identity_to_wire
-from everstep.restore.fetch.held import HeldBase, KeeperContents
-from everstep.restore.fetch.peer_copy import PeerCopy, size_of
-from everstep.restore.fetch.peer_log import PackedSteps, PeerLog
+from everstep.restore.fetch.held import (
+    HeldBase,
+    KeeperContents,
+    PackedSteps,
+    PeerCopy,
+    PeerLog,
+    size_of,
+)
 from everstep.tiers.memory import MemoryFile
 
 

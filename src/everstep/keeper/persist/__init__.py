@@ -5,8 +5,8 @@ this order:
 
 ``base_writer``    the queue: one base after another, each followed by retention
 ``committer``      the contract of a commit, and the commit of a single rank
-``shard_writer``   the files of one rank; the digest audit
-``static_files``   hard links to files of entries that never change
+``shard_writer``   the files of one rank; the digest audit; hard links to files of entries that
+                   never change
 ``job_committer``  the commit together with other ranks: deadlines, retries
 ``rank_disk``      disk operations of such a commit
 ``job_link``       messages between the keepers of a job

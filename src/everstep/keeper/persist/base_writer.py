@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError, FencedError, StateError, StorageError
-from everstep.format.plan import BasePlan
+from everstep.format.header import BasePlan
 from everstep.format.writer import Written
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.persist.committer import Timeline, open_committer
 from everstep.keeper.retain.history import HistoryFlush
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel, WatchedProgress
-from everstep.link.keeper_stats import KeeperStats
+from everstep.link.messages import KeeperStats
 from everstep.link.save import Save, complete, fail
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.stalls import observed
-from everstep.seams.processes.conditions import Condition
+from everstep.seams.filesystem import observed
+from everstep.seams.processes.threads import Condition
 from everstep.seams.progress import Counted, ProgressSink
 from everstep.state.layout.shards import Body
 

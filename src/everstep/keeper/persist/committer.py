@@ -29,8 +29,8 @@ from everstep.commit.base_commit import (
 )
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FencedError
+from everstep.format.header import BasePlan
 from everstep.format.names import MANIFEST, SLOTS_DIR, base_dir, marker_name, timeline_dir
-from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, Written
@@ -43,8 +43,13 @@ from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body
-from everstep.tiers.durable_files import remove_if_there, storage_errors, temporary, write_durably
-from everstep.tiers.slots import SlotStore
+from everstep.tiers.durable_files import (
+    SlotStore,
+    remove_if_there,
+    storage_errors,
+    temporary,
+    write_durably,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ from everstep.commit.job.actions import (
     Send,
     Withdraw,
 )
-from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
+from everstep.commit.job.messages import COORDINATOR, Cluster
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DamageError,
@@ -41,16 +41,16 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
+from everstep.format.header import BasePlan
 from everstep.format.names import base_dir
-from everstep.format.plan import BasePlan
 from everstep.format.records import FileRecord
 from everstep.format.writer import Written
 from everstep.keeper.persist.committer import Timeline, is_committed
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.keeper.persist.shard_writer import ShardWriter
-from everstep.restore.fetch.rank_offers import verify_rank
-from everstep.seams.processes.conditions import Condition
+from everstep.restore.fetch.rank_copies import verify_rank
+from everstep.seams.processes.threads import Condition
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body
 from everstep.tiers.durable_files import storage_errors

@@ -17,9 +17,9 @@ from everstep.commit.job.messages import (
     encode_message,
 )
 from everstep.errors import FormatError
-from everstep.link.job_session import JobSession
+from everstep.link.messages import JobSession
 from everstep.seams.clock import Clock
-from everstep.seams.network.mailbox import Mailbox
+from everstep.seams.mailbox import Mailbox
 
 _log = logging.getLogger("everstep.keeper")
 # Heartbeats within the time after which a silent rank is reported.

@@ -52,8 +52,8 @@ from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.persist.committer import Timeline
 from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
 from everstep.keeper.retain.history import HistoryWindow, history_windows
-from everstep.link.job_session import JobSession
-from everstep.restore.fetch.rank_offers import keep_manifest
+from everstep.link.messages import JobSession
+from everstep.restore.fetch.rank_copies import keep_manifest
 from everstep.run.fence import Fence
 from everstep.run.scan import (
     BaseFound,
@@ -64,7 +64,7 @@ from everstep.run.scan import (
     scan_run,
 )
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem
 from everstep.tiers.durable_files import remove_if_there, temporary, write_durably
 
 

@@ -1,22 +1,231 @@
-"""Write one rank's files of a base durably, without marker and manifest; audit their digests."""
+"""Write one rank's files of a base durably, without marker and manifest; audit their digests.
+
+Files of entries that never change: written once, then hard-linked by later bases (``adr/050``).
+
+No declaration is trusted: the entries of each base are digested, and a base links to an older file
+only if that holds the same entries with the same digests.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import errno
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from everstep.errors import AuditError, OutOfSpaceError
+from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError
+from everstep.format.header import BasePlan, ShardHeader, ShardIdentity, ShardPlan, decode_header
 from everstep.format.names import base_dir
-from everstep.format.plan import BasePlan
-from everstep.format.writer import ChunkRing, Written, write_shard
-from everstep.keeper.persist.static_files import StaticFiles
+from everstep.format.reader import read_body, read_header
+from everstep.format.records import FileRecord
+from everstep.format.writer import ChunkRing, Written, digest_shard, write_shard
+from everstep.run.open_base import OpenBase
+from everstep.run.scan import scan_run
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.filesystem import FileSystem, WriteFile
+from everstep.seams.filesystem import FileSystem, WriteFile
 from everstep.seams.progress import ProgressSink
-from everstep.state.layout.shards import Body
-from everstep.tiers.durable_files import ensure_dir, remove_if_there, temporary
-from everstep.tiers.slots import SlotStore
+from everstep.state.layout.shards import Body, ShardLayout, at_lsn
+from everstep.tiers.durable_files import SlotStore, ensure_dir, remove_if_there, temporary
+
+_log = logging.getLogger("everstep.keeper")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """File that can be linked to."""
+
+    path: PurePath
+    record: FileRecord
+    header: ShardHeader
+
+    def has_layout_of(self, shard: ShardPlan, identity: ShardIdentity) -> bool:
+        """Return True if the file is laid out as a shard would be, apart from base and digests."""
+        mine = self.header.identity
+        theirs = shard.identity_in(identity)
+        theirs = replace(theirs, timeline=mine.timeline, step=mine.step, lsn=mine.lsn)
+        # Fields of markers only; the header of a file does not have them.
+        theirs = replace(theirs, common=(), inexact="")
+        return (
+            mine == theirs
+            and self.header.room_bytes == shard.room_bytes
+            and self.header.aliases == shard.aliases
+            and at_lsn(ShardLayout(self.header.placed), 0) == at_lsn(shard.layout, 0)
+        )
+
+
+class StaticFiles:
+    """One rank's static files in a run folder, whose contents are known to be intact.
+
+    Attributes:
+        refused: reason of the file system for its last refusal to link a file; ``""`` without one.
+    """
+
+    def __init__(
+        self, filesystem: FileSystem, run: PurePath, ring: ChunkRing, *, timeout_s: float
+    ) -> None:
+        self._filesystem = filesystem
+        self._run = run
+        self._ring = ring
+        self._timeout_s = timeout_s
+        self._sources: list[_Source] = []
+        self.refused = ""
+
+    def may_link(self, shard: ShardPlan, identity: ShardIdentity) -> bool:
+        """Return True if a shard is likely to need no space."""
+        return any(source.has_layout_of(shard, identity) for source in self._sources)
+
+    def link(
+        self,
+        shard: ShardPlan,
+        identity: ShardIdentity,
+        body: Body,
+        target: PurePath,
+        progress: ProgressSink,
+    ) -> Written | None:
+        """Give a file with the bytes of ``body`` the name ``target``, durable after a sync of the
+        directory.
+
+        Returns:
+            None if there is no such file or the file system refuses the link: the shard has to be
+                written.
+
+        Raises:
+            OSError: the file system failed at anything but the link.
+        """
+        digested: Written | None = None
+        for source in self._candidates(shard, identity):
+            # Digested once for all candidates: reading the body is the expensive part.
+            digested = digested or digest_shard(shard, identity, body, progress)
+            if tuple(digested.digests.values()) != source.header.digests:
+                continue
+            # A file of another process: read it back once, as its digests alone say nothing about
+            # the disk.
+            if source not in self._sources and not self._is_good(source, progress):
+                continue
+            header = self._link(source, target)
+            if header is None:
+                continue
+            record = replace(source.record, name=shard.name)
+            return Written(record, header, digested.digests, linked=True)
+        return None
+
+    def remember(self, path: PurePath, written: Written) -> None:
+        """Offer a static file that this process has written or linked to later bases."""
+        header = decode_header(written.header, written.record.length, path)
+        others = [one for one in self._sources if one.path.name != path.name]
+        self._sources = [*others, _Source(path, written.record, header)]
+
+    def forget(self) -> None:
+        """Forget all files after damage on the disk: they are read back before they are linked
+        again."""
+        self._sources.clear()
+
+    def _link(self, source: _Source, target: PurePath) -> bytes | None:
+        """Link a file to ``target``; return its header, or None if that failed."""
+        filesystem = self._filesystem
+        staged = temporary(target)
+        # A leftover of a failed attempt would make link() fail.
+        remove_if_there(filesystem, staged)
+        try:
+            filesystem.link(source.path, staged)
+        except OSError as error:
+            # ENOENT: its base was withdrawn or deleted meanwhile.
+            if error.errno == errno.ENOENT:
+                self._drop(source)
+            else:
+                self._warn_refused(source.path, error)
+            return None
+        # Read after the link: a file with two names is never recycled (``tiers/slots``), so its
+        # contents can no longer change.
+        try:
+            header = _header_bytes(filesystem, staged, source.record)
+        except (OSError, EverstepError):
+            self._drop(source)
+            remove_if_there(filesystem, staged)
+            return None
+        filesystem.rename(staged, target)
+        # If target was the same file already, rename() does nothing and both names stay.
+        remove_if_there(filesystem, staged)
+        return header
+
+    def _drop(self, source: _Source) -> None:
+        self._sources = [one for one in self._sources if one is not source]
+
+    def _candidates(self, shard: ShardPlan, identity: ShardIdentity) -> Iterator[_Source]:
+        """Yield files that may have the bytes of a shard.
+
+        Files of this process first; if there are none, files in the run folder, newest base first.
+        """
+        yield from (one for one in list(self._sources) if one.has_layout_of(shard, identity))
+        if not self.may_link(shard, identity):
+            yield from (
+                one for one in self._on_disk(identity) if one.has_layout_of(shard, identity)
+            )
+
+    def _on_disk(self, identity: ShardIdentity) -> Iterator[_Source]:
+        bases = scan_run(self._filesystem, self._run).bases
+        for base in sorted(bases, key=lambda base: base.id, reverse=True):
+            if base.status != "committed" or base.manifest is None:
+                continue
+            # Of another number of ranks: the entries are spread differently over files.
+            if len(base.manifest.markers) != identity.world:
+                continue
+            # A base that cannot be opened is not linked to; its shard is written instead.
+            with contextlib.suppress(OSError, EverstepError):
+                opened = OpenBase.open(self._filesystem, base, identity.rank)
+                opened.close()
+                for _, record, header, path in opened.shards:
+                    if header.identity.static:
+                        yield _Source(path, record, header)
+
+    def _is_good(self, source: _Source, progress: ProgressSink) -> bool:
+        """Read back a file that another process has written; return True if it is intact.
+
+        The process that restored its base may have read another copy, so nobody has verified this
+        one.
+        """
+        try:
+            # Direct I/O: the page cache could hide damage on the disk.
+            file = self._filesystem.open(source.path, direct=True)
+            try:
+                read_body(
+                    file,
+                    source.header,
+                    source.record,
+                    source.path,
+                    self._ring,
+                    timeout_s=self._timeout_s,
+                    progress=progress,
+                )
+            finally:
+                file.close()
+        except (OSError, DamageError) as error:
+            _log.warning("%s is not linked to: %s", source.path, error)
+            return False
+        return True
+
+    def _warn_refused(self, path: PurePath, error: OSError) -> None:
+        """Warn once that the file system refuses hard links."""
+        if not self.refused:
+            _log.warning(
+                "%s: the file system refuses hard links (%s): each base writes static entries anew",
+                path,
+                error.strerror or error,
+            )
+        self.refused = error.strerror or str(error)
+
+
+def _header_bytes(filesystem: FileSystem, path: PurePath, record: FileRecord) -> bytes:
+    file = filesystem.open(path)
+    try:
+        read_header(file, record, path)
+        data = bytearray(record.header_length)
+        file.read_into(memoryview(data), 0)
+        return bytes(data)
+    finally:
+        file.close()
 
 
 class ShardWriter:

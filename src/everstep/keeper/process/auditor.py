@@ -13,19 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
-from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import COORDINATOR
 from everstep.commit.lineage import split_by_history
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.process.duty import Handler, ServedTimeline
-from everstep.run.audits import describe_audit
 from everstep.run.scan import newest_timeline, scan_run
+from everstep.run.verify import describe_audit
 from everstep.seams import Clock, Seams
-from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.processes.children import Child, Ended
-from everstep.seams.processes.conditions import Condition
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.processes.processes import Child, Ended
+from everstep.seams.processes.threads import Condition
 from everstep.tiers.durable_files import write_durably
 
 CPU_SHARE = 0.05

@@ -17,14 +17,12 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist.base_writer import BaseWriter
 from everstep.keeper.process.auditor import Audits
 from everstep.keeper.process.bases import Bases
-from everstep.keeper.process.copies import Copies
-from everstep.keeper.process.duty import Duty, Handler, ServedTimeline
-from everstep.keeper.process.recalls import Recalls
+from everstep.keeper.process.duty import AttachedTrainer, Duty, Handler, ServedTimeline
+from everstep.keeper.process.recalls import Copies, Recalls
 from everstep.keeper.replica.rebuilds import Rebuilds
 from everstep.keeper.replica.served_replica import ServedReplica
 from everstep.keeper.ship.peer_copies import PeerCopies

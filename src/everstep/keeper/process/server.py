@@ -18,14 +18,13 @@ from typing import Any
 from everstep.arena.memory import Arena
 from everstep.errors import EverstepError, KeeperError
 from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
-from everstep.keeper.log.attached import AttachedTrainer
-from everstep.keeper.process.connections import Connections
+from everstep.keeper.process.connections import Connections, Presence, Registered
 from everstep.keeper.process.duties import Duties
-from everstep.keeper.process.presence import Presence, Registered
+from everstep.keeper.process.duty import AttachedTrainer
 from everstep.link.messages import PROTOCOL
 from everstep.link.wire import Connection, error_to_wire
 from everstep.seams import Seams
-from everstep.seams.network.sockets import close_descriptors
+from everstep.seams.sockets import close_descriptors
 
 _log = logging.getLogger("everstep.keeper")
 _TICK_S = 0.2

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.format.plan import BasePlan
+from everstep.format.header import BasePlan
 from everstep.link.capture import shard_offsets
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.entries import OBJECT_PREFIX, Entry
 from everstep.state.layout.shards import Placed, ShardLayout, plan_shards
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.values.objects import decode

@@ -16,16 +16,16 @@ from typing import Any, Protocol
 
 from everstep.arena.memory import Arena
 from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError, StateError
-from everstep.format.plan import BasePlan
+from everstep.format.header import BasePlan
 from everstep.format.records import TimelineRecord
 from everstep.keeper.log.log_store import LoggedStep, LogStore
 from everstep.keeper.persist.base_writer import BaseWriter
+from everstep.link.assembly import Samples, check_samples
 from everstep.link.capture import Capture, Incoming, shard_offsets
-from everstep.link.samples import Samples, check_samples
 from everstep.link.save import Save, complete
 from everstep.seams.failpoints import failpoint
 from everstep.seams.memory import copy_view
-from everstep.seams.processes.conditions import Condition
+from everstep.seams.processes.threads import Condition
 from everstep.state.layout.shards import pieces
 
 _STEPS_AT_ONCE = 4

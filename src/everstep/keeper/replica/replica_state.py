@@ -13,23 +13,19 @@ from dataclasses import replace
 import torch
 
 from everstep.errors import DamageError
-from everstep.format.header import ShardIdentity
+from everstep.format.header import BasePlan, ShardIdentity
 from everstep.format.log import NOT_EXACT, LogRecord, RecordHead, record_digest
-from everstep.format.plan import BasePlan
 from everstep.format.records import Marker, TimelineRecord
 from everstep.keeper.log.log_store import LoggedStep
 from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperparameters
-from everstep.link.assembly import Assembly
+from everstep.link.assembly import Assembly, check_samples
 from everstep.link.capture import Capture, shard_offsets
-from everstep.link.samples import check_samples
 from everstep.replay.engine import ReplayOptions
-from everstep.restore.offline.memory import HostMemory
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.redo.conditions import replay_conditions
 from everstep.restore.redo.driver import ReplayDriver, Step
-from everstep.run.shape import shape_of_base
-from everstep.run.tensors import as_complex
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.run.tensors import as_complex, shape_of_base
+from everstep.state.layout.entries import OBJECT_PREFIX
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
 

@@ -11,14 +11,13 @@ from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.log.attached import AttachedTrainer
-from everstep.keeper.process.duty import Handler, ServedTimeline
+from everstep.keeper.process.duty import AttachedTrainer, Handler, ServedTimeline
 from everstep.keeper.replica.rebuilds import timeline_record
 from everstep.keeper.replica.replica import BaseRequest, Replica, ReplicaLimits
+from everstep.link.assembly import Samples
 from everstep.link.capture import Capture
-from everstep.link.samples import Samples
 from everstep.link.wire import error_to_wire
-from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem
 
 _log = logging.getLogger("everstep.keeper")
 

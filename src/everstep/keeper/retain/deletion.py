@@ -37,9 +37,8 @@ from everstep.format.names import (
 from everstep.run.scan import BaseFound, newest_timeline
 from everstep.run.uncondemn import uncondemn
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.filesystem import FileSystem
-from everstep.tiers.durable_files import remove_if_there
-from everstep.tiers.slots import SlotStore
+from everstep.seams.filesystem import FileSystem
+from everstep.tiers.durable_files import SlotStore, remove_if_there
 
 
 def delete_base(

@@ -27,7 +27,7 @@ from everstep.run.scan import Inventory
 from everstep.run.segments import SegmentCache, SegmentFound, scan_logs, validated
 from everstep.seams import Seams
 from everstep.seams.clock import Clock
-from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem
 
 _Step = tuple[int, int]  # of a timeline
 

@@ -3,20 +3,271 @@
 A :class:`Courier` has the thread, the time of its next turn, and the handling of failures. What is
 copied, and in which order, is decided by its :class:`CopyWork`: bases (:mod:`.base_copies`,
 :mod:`.rank_copies`) or the log (:mod:`.log_copies`). Training never waits for a copy.
+
+A place that keeps copies of a run, as seen by the process of one timeline.
+
+Limit the number of objects per hour: stores charge for requests and throttle frequent ones.
+
+A base is a handful of objects; a log that is written every step is the expensive part. So steps are
+batched into segments (:func:`pace_s`). :class:`ObjectRate` enforces the limit independently of
+that: it counts written objects and returns how long the next ones must wait.
+
+The limit applies to a place, for all ranks of a job on all nodes together
+(``TierOptions.objects_per_hour``). Here one rank's equal share of it is counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Protocol
 
-from everstep.errors import EverstepError, FencedError, ForeignDirectoryError, InfeasibleError
-from everstep.keeper.ship.place import CopyPlace
+from everstep.errors import (
+    EverstepError,
+    FencedError,
+    ForeignDirectoryError,
+    InfeasibleError,
+    OptionError,
+    StorageError,
+)
+from everstep.format.names import TIMELINE_RECORD, marker_name, timeline_dir
+from everstep.format.records import Marker
+from everstep.run.scan import Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.seams.clock import Clock
-from everstep.seams.processes.conditions import Condition
+from everstep.seams.processes.threads import Condition
+from everstep.tiers.contract import Tier, read_record
+from everstep.tiers.files import TierFileSystem
+
+HOUR_S = 3600.0
+SEGMENT_OBJECTS = 2
+"""Objects per log segment: its data and its marker."""
+
+_LOG_SHARE = 0.75
+"""Share of the limit for the log; the rest is for bases."""
+_LOOK_AGAIN_S = 1.0
+
+
+def pace_s(cap_per_hour: int | None) -> float:
+    """Return the minimum seconds between two segments of one writer.
+
+    The log then uses three quarters of the limit, evenly over the hour, so that bases never wait
+    for a burst of segments.
+    """
+    return 0.0 if cap_per_hour is None else SEGMENT_OBJECTS * HOUR_S / (cap_per_hour * _LOG_SHARE)
+
+
+class ObjectRate:
+    """Keeps the objects written in any hour under a limit.
+
+    Args:
+        cap_per_hour: limit; None: no limit.
+        before: the rate that this one continues, whose objects count as well, e.g. after a restart
+            of the trainer within the hour.
+
+    Attributes:
+        total: objects written.
+    """
+
+    def __init__(
+        self, cap_per_hour: int | None, clock: Clock, before: ObjectRate | None = None
+    ) -> None:
+        if cap_per_hour is not None and cap_per_hour < 1:
+            raise OptionError(f"a limit of {cap_per_hour} objects per hour allows nothing")
+        self._cap = cap_per_hour
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._written: deque[tuple[float, int]] = deque()
+        if before is not None:
+            with before._lock:
+                self._written.extend(before._written)
+        self._claims: dict[object, int] = {}
+        self.total = 0
+
+    def wait_s(self, count: int, claim: object = None) -> float:
+        """Return the seconds until ``count`` more objects may be written; 0: now.
+
+        Args:
+            claim: key of the caller. If the result is 0, the objects are reserved for it until
+                :meth:`settled`, as other writers are active between the first and the last object
+                of a base.
+
+        Raises:
+            InfeasibleError: the limit is below ``count``.
+        """
+        if self._cap is None:
+            return 0.0
+        if count > self._cap:
+            raise InfeasibleError(
+                f"{count} objects belong together, but the limit is {self._cap} per hour",
+                quantity="objects per hour",
+                needed=count,
+                hint=f"set objects_per_hour={count} or more",
+            )
+        now_s = self._clock.monotonic_s()
+        free_s = 0.0
+        with self._lock:
+            while self._written and self._written[0][0] <= now_s - HOUR_S:
+                self._written.popleft()
+            # A repeated call replaces the reservation of its caller, which must not count against
+            # it.
+            claimed = sum(number for key, number in self._claims.items() if key is not claim)
+            over = sum(number for _, number in self._written) + claimed + count - self._cap
+            if over <= 0 and claim is not None:
+                self._claims[claim] = count
+            # Wait until enough of them are more than an hour old.
+            for at_s, number in self._written:
+                if over <= 0:
+                    break
+                over -= number
+                free_s = at_s + HOUR_S - now_s
+            # The rest is reserved; nobody can tell when it will be settled, so check again soon.
+            if over > 0:
+                free_s = max(free_s, _LOOK_AGAIN_S)
+        return max(0.0, free_s)
+
+    def settled(self, claim: object) -> None:
+        """Release the reservation of ``claim``: its objects are written, or will not be."""
+        with self._lock:
+            self._claims.pop(claim, None)
+
+    def wrote(self, count: int) -> None:
+        """Count ``count`` objects that were written or tried."""
+        with self._lock:
+            self.total += count
+            if self._cap is not None:
+                self._written.append((self._clock.monotonic_s(), count))
+
+
+ROOT = PurePath("/")
+"""Root of the paths of files in a place."""
+
+
+class CopyPlace:
+    """Writes records of a run to a tier, and checks the fence there.
+
+    Args:
+        timeline: timeline of the writing process.
+        rate: counts all objects that are written.
+
+    Attributes:
+        files: the tier as a file system for reading, under :data:`ROOT`.
+    """
+
+    def __init__(self, tier: Tier, timeline: int, rate: ObjectRate) -> None:
+        self.tier = tier
+        self.timeline = timeline
+        self.rate = rate
+        self.files = TierFileSystem(tier, ROOT)
+        self._timelines = TimelineCache()
+
+    @property
+    def kind(self) -> str:
+        """Kind of the tier, for errors."""
+        return self.tier.traits.kind
+
+    @property
+    def url(self) -> str:
+        """URL or directory of the tier."""
+        return self.tier.url
+
+    def check_fence(self) -> None:
+        """Raise if a newer timeline was opened in this place (I11).
+
+        Raises:
+            FencedError: a newer timeline has taken the run over.
+        """
+        # Read anew each time: the other process may have opened its timeline a moment ago.
+        newest = newest_timeline_in(self.tier)
+        if newest > self.timeline:
+            raise FencedError(
+                f"this process writes timeline {self.timeline}, but timeline {newest} has taken "
+                f"the run over in {self.url}: nothing more is written there",
+                tier=self.kind,
+                path=self.url,
+                hint="another process has resumed this run: stop this one, or use another place",
+            )
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a record, unless it exists already with the same content.
+
+        Raises:
+            StorageError: the name has other content.
+        """
+        # Counted before the attempt: a request that fails costs as much.
+        self.rate.wrote(1)
+        # Exclusive: of two processes that write a record, one learns that it differs.
+        if not self.tier.create(name, data):
+            raise StorageError(
+                f"{self.url}/{name} already has other content",
+                tier=self.kind,
+                path=f"{self.url}/{name}",
+                hint="another process has written there: use a separate place for each run",
+            )
+
+    def size_of(self, name: str) -> int | None:
+        """Return the size of an object in bytes; None: it does not exist."""
+        try:
+            # Opened, not listed: a listing of a store may be outdated.
+            file = self.tier.open(name)
+        except FileNotFoundError:
+            return None
+        with contextlib.closing(file):
+            return file.size_bytes
+
+    def has_rank_files(self, directory: str, marker: Marker) -> bool:
+        """Return True if a rank's files and its marker are in the directory of a base.
+
+        Opens each name: a listing may be outdated.
+        """
+        name = f"{directory}/{marker_name(marker.rank)}"
+        try:
+            file = self.tier.open(name)
+        except FileNotFoundError:
+            return False
+        with contextlib.closing(file):
+            if read_record(file, name) != marker.encode():
+                return False
+        return all(
+            self.size_of(f"{directory}/{record.name}") == record.length for record in marker.files
+        )
+
+    def inventory(self) -> Inventory:
+        """Return the inventory of all copies in this place."""
+        with tier_errors():
+            return scan_run(self.files, ROOT, self._timelines)
+
+
+def newest_timeline_in(tier: Tier) -> int:
+    """Return the number of the newest timeline in a tier; 0: there is none.
+
+    A listing may be outdated, so the numbers that follow are opened by name.
+    """
+    with tier_errors():
+        number = newest_timeline(TierFileSystem(tier, ROOT), ROOT)
+    while True:
+        path = timeline_dir(ROOT, number + 1) / TIMELINE_RECORD
+        try:
+            tier.open(path.relative_to(ROOT).as_posix()).close()
+        except FileNotFoundError:
+            return number
+        number += 1
+
+
+@contextlib.contextmanager
+def tier_errors() -> Iterator[None]:
+    """Turn file system errors that a tier's error caused into the tier's error again."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.__cause__, EverstepError):
+            raise error.__cause__ from None
+        raise StorageError(f"could not read a copy: {error}") from error
+
 
 _log = logging.getLogger("everstep.keeper")
 _STOP_TIMEOUT_S = 5.0

@@ -9,24 +9,21 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.messages import CopyMessage, CopyReply, CopyRequest
+from everstep.commit.job.messages import COORDINATOR, CopyMessage, CopyReply, CopyRequest
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
-from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate, pace_s
 from everstep.keeper.ship.log_copies import LogCopies
 from everstep.keeper.ship.lossy_log import shrinking
-from everstep.keeper.ship.place import CopyPlace
 from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
-from everstep.link.keeper_stats import KeeperStats
+from everstep.link.messages import KeeperStats
 from everstep.seams import Seams
-from everstep.seams.files.stalls import observed
+from everstep.seams.filesystem import observed
 from everstep.tiers.options import TierOptions
-from everstep.tiers.rate import ObjectRate, pace_s
 from everstep.tiers.urls import open_tier
 from everstep.tiers.watched import WatchedTier
 

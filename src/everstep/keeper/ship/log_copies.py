@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import COORDINATOR
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import needed_by
 from everstep.errors import DamageError, DeadlineError, FormatError, StorageError
@@ -35,13 +35,11 @@ from everstep.format.names import (
 from everstep.format.records import Marker
 from everstep.format.writer import digest_shard
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.ship.courier import Courier
-from everstep.keeper.ship.place import ROOT, tier_errors
-from everstep.restore.fetch.peer_log import copy_steps
+from everstep.keeper.ship.courier import ROOT, SEGMENT_OBJECTS, Courier, tier_errors
+from everstep.restore.fetch.held import copy_steps
 from everstep.run.scan import bases_keeping_log
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.memory import MemoryFile
-from everstep.tiers.rate import SEGMENT_OBJECTS
 
 _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20

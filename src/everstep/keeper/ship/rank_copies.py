@@ -4,7 +4,7 @@ Rank 0 chooses the base (:mod:`everstep.commit.copy_round`), so that all ranks c
 When every marker is in the tier, it creates the manifest (I5): the same as on the disks, as it
 follows from the markers alone. If rank 0 dies before that, the next start of the job does so
 (:mod:`everstep.restore.fetch.rank_copies`), or rank 0's next keeper. Only rank 0 deletes copies
-(:class:`.copy_retention.CopyRetention`).
+(:class:`.base_copies.CopyRetention`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import logging
 from pathlib import PurePath
 
 from everstep.commit.copy_round import CopyRound
-from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import (
+    COORDINATOR,
     CopyMessage,
     CopyProgress,
     CopyReply,
@@ -30,7 +30,7 @@ from everstep.keeper.ship.base_copies import BaseCopier, BaseCopies, CopyGroup
 from everstep.keeper.ship.courier import Courier
 from everstep.run.scan import BaseFound
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem
 
 _log = logging.getLogger("everstep.keeper")
 _POLL_S = 0.1

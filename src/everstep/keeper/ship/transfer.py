@@ -1,6 +1,6 @@
 """Send one payload to the peer's keeper, with a window of unacknowledged bytes.
 
-Used for bases (:mod:`.base_sender`) and for steps of the log (:mod:`.log_sender`). Messages may be
+Used for bases (:mod:`.senders`) and for steps of the log (:mod:`.senders`). Messages may be
 lost or late: the sender asks how much has arrived, and continues from there.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from everstep.commit.job.messages import Message
 from everstep.errors import EverstepError, KeeperError
-from everstep.link.job_session import JobSession
+from everstep.link.messages import JobSession
 from everstep.seams.clock import Clock
 
 _log = logging.getLogger("everstep.keeper")

@@ -2,14 +2,12 @@
 
 Read in this order:
 
-``steps``        data types of a traced step: operators, lifetimes of tensors
-``recorder``     record the operators of a step
-``trace``        trace one training step
-``tracing``      devices for tracing: meta, fake tensors, real ones
-``parallel``     operators that DistributedDataParallel adds
-``devices``      durations of operators
-``schedule``     the plan as an optimization problem, a heuristic, and a lower bound
-``exact``        optimal plans by integer programming
-``planned``      a plan for a traced step, with its figures
-``timeline``     plans from the events of a real step
+``steps``     data types of a traced step: operators, lifetimes of tensors
+``recorder``  record the operators of a step
+``trace``     trace one training step; operators that DistributedDataParallel adds
+``tracing``   devices for tracing: meta, fake tensors, real ones
+``devices``   durations of operators
+``schedule``  the plan as an optimization problem, a heuristic, and a lower bound
+``exact``     optimal plans by integer programming; a plan for a traced step, with its figures
+``timeline``  plans from the events of a real step
 """

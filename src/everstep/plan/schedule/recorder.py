@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def collective(self, name: str, tensors: Sequence[Tensor], ranks: int) -> None:
-        """Record a collective that does not pass the dispatcher (see :mod:`.parallel`)."""
+        """Record a collective that does not pass the dispatcher (see :mod:`.trace`)."""
         if self._steps is not None:
             self._record_collective(name, tensors, tensors, ranks, None)
 

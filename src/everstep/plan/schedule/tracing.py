@@ -20,9 +20,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
-from everstep.plan.schedule.parallel import Buckets
 from everstep.plan.schedule.steps import StepTrace, difference
-from everstep.plan.schedule.trace import trace_training
+from everstep.plan.schedule.trace import Buckets, trace_training
 
 Training = Callable[[int], tuple[nn.Module, Callable[[], Tensor]]]
 """Function of a batch size that makes, on the default device, a model and its loss on a batch."""
@@ -54,7 +53,7 @@ def trace_of(
         autocast: compute the loss under autocast to this dtype.
         scaled: use a ``GradScaler``, in a step whose update it does not skip.
         ranks: number of ranks that train under DistributedDataParallel with its defaults; its
-            work is recorded without other ranks (:mod:`.parallel`).
+            work is recorded without other ranks (:mod:`.trace`).
         measured_on: trace real steps with times on this device, like ``"cuda"``.
 
     Raises:

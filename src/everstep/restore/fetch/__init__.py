@@ -4,18 +4,17 @@ Sources are the memory of keepers, the memory and disks of other nodes, and copi
 
 Read in this order:
 
-``held``            base, log records and copies in a keeper's memory
-``copies``          one rank: the run folder and its copies as one file system
-``rank_offers``     several ranks: what a rank can read from its disk; opens timelines there
-``rank_copies``     several ranks: what a rank can read from copies in tiers
-``start_channel``   messages between the ranks during a start, and detection of silent ranks
-``peer_copy``       copy of one rank's files of a base, in memory
-``peer_log``        steps of one rank's log, in memory
-``peer_plan``       decides which copies and steps each rank fetches
-``peers``           carries out the plan: exchange of chunks between ranks
-``served_files``    files on a rank's own disk, served to ranks with another one
-``sources``         places of each rank's files, cheapest first, with fallback on damage
-``files_ahead``     read-ahead from a remote place into host memory
-``node_reads``      files that several ranks of a node need, read once on that node
-``node_window``     the shared memory for that
+``held``           base, log records and copies in a keeper's memory; copy of one rank's files of a
+                   base, in memory; steps of one rank's log, in memory
+``copies``         one rank: the run folder and its copies as one file system
+``rank_copies``    several ranks: what a rank can read from copies in tiers; several ranks: what a
+                   rank can read from its disk; opens timelines there
+``start_channel``  messages between the ranks during a start, and detection of silent ranks
+``peer_plan``      decides which copies and steps each rank fetches
+``peers``          carries out the plan: exchange of chunks between ranks
+``served_files``   files on a rank's own disk, served to ranks with another one
+``sources``        places of each rank's files, cheapest first, with fallback on damage
+``files_ahead``    read-ahead from a remote place into host memory
+``node_reads``     files that several ranks of a node need, read once on that node; the shared
+                   memory for that
 """

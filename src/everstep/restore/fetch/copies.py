@@ -33,11 +33,10 @@ from everstep.format.names import (
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
 from everstep.run.uncondemn import uncondemn_in_tier
-from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
-from everstep.tiers.contract import Tier
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.tiers.contract import Tier, read_record
 from everstep.tiers.durable_files import write_durably
 from everstep.tiers.files import TierFileSystem
-from everstep.tiers.streams import read_record
 
 # Their creation decides between processes, so link() must be exclusive in the tiers as well.
 _EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
@@ -46,7 +45,7 @@ _PARALLEL_READS = 8
 
 
 class RunWithCopies:
-    """File system (:class:`everstep.seams.files.filesystem.FileSystem`) over a disk and tiers.
+    """File system (:class:`everstep.seams.filesystem.FileSystem`) over a disk and tiers.
 
     Args:
         local: file system of the disk.

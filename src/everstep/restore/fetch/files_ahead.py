@@ -19,7 +19,7 @@ from everstep.commit.retention import COPY_TIERS
 from everstep.format.names import base_dir
 from everstep.format.writer import CHUNK_BYTES
 from everstep.restore.fetch.rank_copies import CopyOfRun
-from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.threads import IoThreads
 from everstep.tiers.files import ReadingFileSystem

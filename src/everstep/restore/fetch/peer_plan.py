@@ -31,8 +31,7 @@ from everstep.errors import RecoveryError
 from everstep.format.digests import digest
 from everstep.format.message_codec import Count, Rank
 from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
-from everstep.restore.fetch.peer_copy import size_of
-from everstep.restore.fetch.peer_log import PeerLog
+from everstep.restore.fetch.held import PeerLog, size_of
 from everstep.restore.fetch.served_files import Coverage
 
 _LOG_WIRE = PurePath("log of a peer")
@@ -85,7 +84,7 @@ class LogOffer:
         source: rank that recorded them.
         record: their timeline record, in the bytes on the disk of ``source``.
         run: timeline and steps.
-        size_bytes, index_bytes, index_digest: see :class:`.peer_log.PackedSteps`.
+        size_bytes, index_bytes, index_digest: see :class:`.held.PackedSteps`.
     """
 
     holder: Rank

@@ -26,9 +26,15 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError
 from everstep.format.message_codec import Count, Decoder, Stored, encode
 from everstep.format.records import Marker, TimelineRecord
-from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.peer_copy import PeerCopy, check_files
-from everstep.restore.fetch.peer_log import FetchedLog, PackedSteps, PeerLog, unpack_steps
+from everstep.restore.fetch.held import (
+    FetchedLog,
+    HeldBase,
+    PackedSteps,
+    PeerCopy,
+    PeerLog,
+    check_files,
+    unpack_steps,
+)
 from everstep.restore.fetch.peer_plan import (
     CopyOffer,
     FetchPlan,

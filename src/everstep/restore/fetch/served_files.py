@@ -12,11 +12,11 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.names import base_dir
 from everstep.format.records import Marker
-from everstep.restore.fetch.peer_copy import size_of
+from everstep.restore.fetch.held import size_of
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
-from everstep.seams.files.filesystem import FileSystem, ReadFile
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.seams.filesystem import FileSystem, ReadFile
+from everstep.state.layout.entries import OBJECT_PREFIX
 from everstep.state.layout.placement import Placement, replicas_on_mesh
 from everstep.state.layout.shards import Placed
 

@@ -16,7 +16,7 @@ from everstep.errors import DamageError, FormatError, NewerFormatError, Recovery
 from everstep.format.names import parse_marker, parse_shard
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.load.saved_ranks import HoleError
-from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import (
+    COORDINATOR,
     Answer,
     ChunkReply,
     ChunkRequest,
@@ -28,7 +28,7 @@ from everstep.commit.job.messages import (
 )
 from everstep.errors import DeadlineError, EverstepError, FormatError, RecoveryError
 from everstep.seams import Clock
-from everstep.seams.network.mailbox import Mailbox
+from everstep.seams.mailbox import Mailbox
 
 _log = logging.getLogger("everstep")
 _TICK_S = 0.1

@@ -3,6 +3,12 @@
 Records, headers and objects are read first and compared with the live state; until then nothing is
 modified. Then tensors are streamed straight into live memory if dtype and shape match. A damaged
 entry is detected only at its end. The caller then loads the next older base, or raises.
+
+State of a restore in progress: a base, and the steps of the log replayed on it.
+
+Check that the parameters of a state are finite.
+
+A non-finite parameter is restored like any other, but the user is warned about it.
 """
 
 from __future__ import annotations
@@ -12,6 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
+from everstep.commit.lineage import BaseId
 from everstep.errors import FormatError, MismatchError
 from everstep.format.digests import digest
 from everstep.format.reader import ReadsAhead, read_body
@@ -33,15 +42,15 @@ from everstep.restore.load.targets import (
     tie_changes,
 )
 from everstep.run.open_base import OpenBase, Opened, open_ranks
-from everstep.run.scan import BaseFound
-from everstep.run.shape import shape_of_base
-from everstep.seams.files.filesystem import FileSystem
+from everstep.run.scan import BaseFound, Skipped
+from everstep.run.tensors import shape_of_base
+from everstep.seams.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink, silent
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.entries import OBJECT_PREFIX, Entry
 from everstep.state.layout.placement import Box
 from everstep.state.providers.gradients import discard_gradients
+from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.provider import RestorePlan
 from everstep.state.ranks.rank_share import SkippedState
 from everstep.state.training_state import NOT_IN_STATE, State
@@ -572,3 +581,83 @@ def _refuse_unused(
         name = place.entry.name
         if name not in used and not name.startswith(OBJECT_PREFIX):
             raise FormatError(f"entry {name!r} is not referenced by any object")
+
+
+OTHER_STATE = "the log after it belongs to a state of another composition"
+"""Reason why a log is not replayed on a state."""
+
+
+@dataclass(slots=True)
+class Restored:
+    """Live state while a restore proceeds.
+
+    Attributes:
+        base, loaded: None on a fresh start.
+        end: timeline and step of the state.
+        lsn: LSN of the state.
+        replayed: number of steps replayed.
+        inexact: why replay is not exact; "" if it is exact, or nothing was replayed.
+        load_s, replay_s: seconds spent loading the base and replaying the log.
+        skipped: bases and steps that were skipped.
+        unreplayed: last step of the log that could not be replayed, and why; None if there is none.
+        passed_over: message about a newer base that was passed over because it lacks sections of
+            the state.
+    """
+
+    base: BaseFound | None = None
+    loaded: LoadedBase | None = None
+    end: BaseId | None = None
+    lsn: int = 0
+    replayed: int = 0
+    inexact: str = ""
+    load_s: float = 0.0
+    replay_s: float = 0.0
+    skipped: list[Skipped] = field(default_factory=list)
+    unreplayed: tuple[BaseId, str] | None = None
+    passed_over: str = ""
+
+
+def nonfinite_parameter(state: State) -> str | None:
+    """Return the name of an optimized parameter that holds NaN or infinity; None if all are finite.
+
+    One pass over all parameters. Of a DTensor only the local shard is checked, since ranks need not
+    call this at the same time.
+    """
+    for key, optimizer in state.optimizers.items():
+        provider = state.providers[key]
+        assert isinstance(provider, OptimizerProvider)
+        names = [name for group in provider.groups() for name in group]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for name, parameter in zip(names, parameters, strict=True):
+            if not is_finite(local_tensor(parameter.detach())):
+                return name
+    return None
+
+
+def nonfinite_notice(state: State, end: BaseId | None) -> tuple[str, ...]:
+    """Return the warning about a restored parameter that is not finite; empty if all are finite.
+
+    Args:
+        end: timeline and step of the state.
+    """
+    name = nonfinite_parameter(state)
+    if name is None:
+        return ()
+    step = "" if end is None else f" of step {end.step}"
+    return (
+        f"the state{step} is not finite: {name!r} holds NaN or infinity. Training had this state; "
+        "resume(step=...) restores an earlier step (everstep ls lists them)",
+    )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return True if all elements are finite."""
+    if tensor.is_complex():
+        # view_as_real() does not accept a lazily conjugated tensor.
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        return True  # one-byte floats have no kernels for it
+    # A sum takes one pass and no memory; only if it is not finite, which an overflow may be, each
+    # element is looked at.
+    # On a GPU each bool() waits for the device; the second one is rarely needed.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

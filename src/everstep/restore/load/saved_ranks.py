@@ -25,16 +25,15 @@ from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.run.open_base import OpenBase
-from everstep.run.shape import shape_of_base
-from everstep.seams.files.filesystem import ReadFile
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION
+from everstep.run.tensors import shape_of_base
+from everstep.seams.filesystem import ReadFile
+from everstep.state.layout.entries import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION, Entry
 from everstep.state.layout.placement import Box, Placement
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.zero import PARTITIONED, ZeroProvider
-from everstep.state.ranks.ddp_buckets import BUCKETS_SECTION
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.ddp import BUCKETS_SECTION
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references

@@ -16,13 +16,12 @@ from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.copies import switch_to_copy
 from everstep.restore.fetch.rank_copies import tier_errors
-from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain, LogIndex
 from everstep.run.log_reads import Key, LogReads, ReadFrom, find_record, key_of
-from everstep.run.scan import Inventory
+from everstep.run.scan import Inventory, Skipped
 from everstep.run.segments import SegmentFound, scan_log, validated
-from everstep.seams.files.filesystem import FileSystem
-from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
+from everstep.seams.filesystem import FileSystem
+from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
 
 _THREADS = 8  # segments of a copy to read at a time, as each read waits for a network

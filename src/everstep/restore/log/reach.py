@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from everstep.commit.job.offers import recovery_hint
 from everstep.commit.lineage import BaseId, describe_missing_steps
 from everstep.errors import RecoveryError
-from everstep.run.candidates import Candidates, Skipped, candidates
 from everstep.run.chain import Chain, LogIndex, chains, path_of
-from everstep.run.scan import BaseFound, Inventory
+from everstep.run.scan import BaseFound, Candidates, Inventory, Skipped, candidates
 
 
 @dataclass(frozen=True, slots=True)

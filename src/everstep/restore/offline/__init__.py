@@ -5,14 +5,14 @@ the audit process, and in the keeper's replica. Read in this order:
 
 ``run_log``        ``RunLog``: which steps the log of a run leads to, from which base, by which
                    segments
-``state``          ``OfflineState``: tensors and objects of one rank
-``memory``         ``HostMemory``: replay over them, by :class:`.ReplayDriver`
+``memory``         ``HostMemory``: replay over them, by :class:`.ReplayDriver`; ``OfflineState``:
+                   tensors and objects of one rank
 ``job_state``      ``JobState``: the states of all ranks of a job, replayed together; one rank is a
                    job of one
 ``complete``       bring the parts of a multi-step base to the step of the base
-``job_plan``       which tensors of a job's base are loaded for which of its ranks
 ``rank_files``     read one rank's files of a base
-``load``           read a base of one or several ranks
+``load``           read a base of one or several ranks; which tensors of a job's base are loaded for
+                   which of its ranks
 ``rebuild``        ``Rebuilder``: the state of any logged step, also with some updates left out
 ``audit``          compare a base with the replay of the log from the base before it
 ``audit_process``  the same in a process of its own, started by the keeper

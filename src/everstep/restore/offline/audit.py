@@ -32,13 +32,13 @@ from everstep.restore.offline.job_state import JobState, rank_entry_name
 from everstep.restore.offline.rebuild import Rebuilder, ReplayResult
 from everstep.restore.offline.run_log import RunLog, bases_on
 from everstep.restore.redo.conditions import replay_conditions
-from everstep.run.audits import NAMES_MAX
 from everstep.run.chain import Chain, path_of
 from everstep.run.open_base import open_ranks
 from everstep.run.scan import BaseFound, newest_timeline, scan_base, scan_run
 from everstep.run.segments import SegmentFound
+from everstep.run.verify import NAMES_MAX
 from everstep.seams import Clock
-from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout.entries import Entry

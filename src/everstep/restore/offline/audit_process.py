@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from everstep.seams.processes.children import yield_resources
-from everstep.seams.stderr import print_line
+from everstep.seams.processes.processes import yield_resources
+from everstep.seams.progress import print_line
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from everstep.restore.redo.driver import Memory, ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.owned import parameter_names
 from everstep.run.open_base import OpenBase, RedoRecords, read_redo_file
-from everstep.state.layout.names import GRADIENT
+from everstep.state.layout.entries import GRADIENT
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.tree import references

@@ -24,8 +24,7 @@ from everstep.format.records import Marker
 from everstep.replay.exactness import Exactness
 from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import Piece, SavedRanks
-from everstep.restore.offline.memory import HostMemory
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.redo.driver import (
     MarkEntries,
     ReplayDriver,
@@ -33,10 +32,8 @@ from everstep.restore.redo.driver import (
     divergence_error,
     sampled_difference,
 )
-from everstep.restore.redo.owned import owned_entries
-from everstep.restore.redo.zero_objects import RankObjects, merge_zero_objects
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import HYPER, OBJECT_PREFIX, PART_OBJECT, SAMPLE
+from everstep.restore.redo.owned import RankObjects, merge_zero_objects, owned_entries
+from everstep.state.layout.entries import HYPER, OBJECT_PREFIX, PART_OBJECT, SAMPLE, Entry
 from everstep.state.layout.placement import Box, Placement
 from everstep.state.layout.shards import Placed
 from everstep.state.values.objects import decode, encode

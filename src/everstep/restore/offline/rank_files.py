@@ -20,15 +20,13 @@ from everstep.replay.engine import ReplayOptions
 from everstep.restore.load.load import Reads, contents, rank_contents
 from everstep.restore.load.pieces import Fill
 from everstep.restore.offline.complete import complete_offline_base
-from everstep.restore.offline.memory import HostMemory
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.redo.conditions import replay_conditions
 from everstep.run.open_base import OpenBase
-from everstep.run.shape import shape_of_base
+from everstep.run.tensors import shape_of_base
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.processes import available_cores
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.entries import OBJECT_PREFIX, Entry
 from everstep.state.layout.shards import Placed, overlaps
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 

@@ -34,15 +34,14 @@ from everstep.replay.engine import ReplayOptions
 from everstep.restore.load.load import Reads
 from everstep.restore.offline.job_state import JobState
 from everstep.restore.offline.load import load_job
+from everstep.restore.offline.memory import OfflineState
 from everstep.restore.offline.run_log import RunLog, spans
-from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.conditions import replay_conditions
-from everstep.run.audits import audit_of, describe_audit
-from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain
 from everstep.run.prefetch import Prefetch
-from everstep.run.scan import BaseFound
-from everstep.seams.files.filesystem import FileSystem
+from everstep.run.scan import BaseFound, Skipped
+from everstep.run.verify import audit_of, describe_audit
+from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import progress
 
 _Way = tuple[BaseFound, Chain]

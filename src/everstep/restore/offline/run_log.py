@@ -23,8 +23,8 @@ from everstep.run.chain import Chain, LogIndex, common_heads, path_of
 from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound, Inventory
 from everstep.run.segments import SegmentFound, scan_logs, validated
-from everstep.run.shape import shape_of_base
-from everstep.seams.files.filesystem import FileSystem
+from everstep.run.tensors import shape_of_base
+from everstep.seams.filesystem import FileSystem
 from everstep.state.layout.entries import shape_of_all
 
 _ATTEMPTS = 8

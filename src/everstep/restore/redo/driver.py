@@ -21,11 +21,10 @@ from everstep.format.log import LogRecord
 from everstep.replay.exactness import Exactness
 from everstep.replay.optimizer_step import default_dtype
 from everstep.replay.updates import Update
-from everstep.restore.redo.declared import DeclaredRedo
-from everstep.restore.redo.updates import update_from_record
+from everstep.restore.redo.updates import DeclaredRedo, update_from_record
 from everstep.run.tensors import tensor_of
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.layout.names import SAMPLE, SPOT
+from everstep.state.layout.entries import SAMPLE, SPOT
 from everstep.state.layout.shards import Placed
 
 STEPS_AT_ONCE = 5

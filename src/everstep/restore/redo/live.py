@@ -26,17 +26,15 @@ from everstep.format.log import LogRecord
 from everstep.replay.engine import Replayer, ReplayOptions
 from everstep.replay.exactness import Exactness
 from everstep.replay.updates import Update
-from everstep.restore.redo.declared import DeclaredRedo
 from everstep.restore.redo.driver import MarkEntries, Step, sampled_difference
-from everstep.restore.redo.updates import UnknownClassError, replay_class
+from everstep.restore.redo.updates import DeclaredRedo, UnknownClassError, replay_class
 from everstep.run.tensors import copy_into, tensor_of
 from everstep.seams.processes.processes import available_cores
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import OBJECT_PREFIX, SAMPLE
+from everstep.state.layout.entries import OBJECT_PREFIX, SAMPLE, Entry
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.provider import RestorePlan
 from everstep.state.providers.zero import local_optimizer
-from everstep.state.survey.survey import same_objects
+from everstep.state.survey import same_objects
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import dtensor_over, is_dtensor, local_tensor, tensor_entry

@@ -21,7 +21,7 @@ from everstep.replay.updates import Gradient, Update, dense
 from everstep.restore.load.saved_ranks import SavedLayout
 from everstep.restore.redo.updates import gradients_of, replay_class, update_from_record
 from everstep.run.tensors import tensor_of
-from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
+from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.layout.placement import Box, Placement, box_on_mesh
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider

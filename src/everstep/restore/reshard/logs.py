@@ -16,11 +16,10 @@ from everstep.commit.log_reach import LogRun, runs_of
 from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.peer_log import PeerLog, unpack_steps
+from everstep.restore.fetch.held import PeerLog, unpack_steps
 from everstep.restore.log.log_found import LogFound, LogReader
-from everstep.run.candidates import Skipped
-from everstep.run.scan import Inventory
-from everstep.seams.files.filesystem import FileSystem
+from everstep.run.scan import Inventory, Skipped
+from everstep.seams.filesystem import FileSystem
 
 _log = logging.getLogger("everstep")
 

@@ -26,8 +26,7 @@ from everstep.restore.load.targets import box_here, part_of
 from everstep.restore.redo.live import live_tensors, require_fit, restore_from_mark
 from everstep.run.open_base import OpenBase
 from everstep.run.tensors import tensor_of
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import OBJECT_PREFIX, SAMPLE, SPOT
+from everstep.state.layout.entries import OBJECT_PREFIX, SAMPLE, SPOT, Entry
 from everstep.state.layout.placement import Box, Placement
 from everstep.state.layout.shards import Placed
 from everstep.state.providers.provider import RestorePlan

@@ -16,14 +16,14 @@ from everstep.errors import DamageError, EverstepError, FormatError, ReplayError
 from everstep.format.log import NOT_EXACT, LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.replay.updates import Update
-from everstep.restore.load.restored import Restored
+from everstep.restore.load.load import Restored
 from everstep.restore.load.saved_ranks import SavedLayout
 from everstep.restore.redo.conditions import fingerprint_difference
 from everstep.restore.redo.driver import MarkEntries, ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory, live_tensors, mark_holds_less
 from everstep.restore.reshard.gradients import ReshardedGradients
 from everstep.restore.reshard.marks import ReshardedSamples, restore_marks
-from everstep.run.candidates import Skipped
+from everstep.run.scan import Skipped
 from everstep.seams.progress import progress
 from everstep.state.ranks.log_shares import updated_elsewhere
 from everstep.state.training_state import State

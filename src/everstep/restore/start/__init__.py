@@ -3,16 +3,14 @@
 Runs in the training process. A run of one rank and a job of several ranks have a driver each;
 both restore by the same replay, and give the same result. Read in this order:
 
-``request``           the live state, and what is accepted
-``resume``            driver of one rank: choose, restore, open a timeline
-``roll_forward``      load a base, and replay the log on it
-``missing_sections``  bases that lack sections of the state
-``report``            the result: for the training process, and as the user gets it
-``resume_job``        driver of several ranks, carrying out their agreement
-``rank_sources``      what one rank can read; opens its timeline
-``rank_restore``      what one rank restores, as the ranks chose
-``rank_loader``       one rank's share of a base of several ranks
-``rank_log``          one rank's log in such a resume
-``log_exchange``      records that ranks send each other meanwhile
-``job_outcome``       the result of one rank, for itself and for the others
+``resume``        driver of one rank: choose, restore, open a timeline
+``roll_forward``  load a base, and replay the log on it
+``report``        the result: for the training process, and as the user gets it; bases that lack
+                  sections of the state; the live state, and what is accepted
+``resume_job``    driver of several ranks, carrying out their agreement
+``rank_sources``  what one rank can read; opens its timeline
+``rank_restore``  what one rank restores, as the ranks chose
+``rank_loader``   one rank's share of a base of several ranks
+``rank_log``      one rank's log in such a resume; records that ranks send each other meanwhile
+``job_outcome``   the result of one rank, for itself and for the others
 """

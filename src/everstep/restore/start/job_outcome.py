@@ -14,13 +14,11 @@ from everstep.errors import MismatchError, RecoveryError
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.restore.fetch.sources import Place, RankBack, RankRead, source_name
 from everstep.restore.fetch.start_channel import Meeting
-from everstep.restore.load.load import LoadedBase
-from everstep.restore.load.nonfinite import nonfinite_notice
+from everstep.restore.load.load import LoadedBase, nonfinite_notice
 from everstep.restore.start.rank_log import Redone
 from everstep.restore.start.report import Resumed, why_inexact
-from everstep.run.audits import audit_of
-from everstep.run.candidates import Skipped
-from everstep.run.scan import Inventory
+from everstep.run.scan import Inventory, Skipped
+from everstep.run.verify import audit_of
 from everstep.seams.fingerprint import fingerprint, merge_fingerprints, process_name
 from everstep.state.training_state import State
 

@@ -17,7 +17,7 @@ from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import CompleteRank, LoadedBase, Reads, compare_ranks, load_ranks
 from everstep.restore.load.saved_ranks import HoleError, SavedLayout, SavedRanks, needs_of
 from everstep.restore.offline.rank_files import complete_rank_files
-from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.report import ResumeRequest
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.progress import ProgressSink, progress, silent

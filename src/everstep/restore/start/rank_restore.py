@@ -13,17 +13,13 @@ from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest
 from everstep.restore.fetch.sources import Place, Places, read_from_places
-from everstep.restore.load.load import LoadedBase, sections_left_out
-from everstep.restore.load.restored import OTHER_STATE
+from everstep.restore.load.load import OTHER_STATE, LoadedBase, sections_left_out
 from everstep.restore.start.job_outcome import Outcome
-from everstep.restore.start.log_exchange import LogExchange
-from everstep.restore.start.missing_sections import missing_sections, refuse_log_loss
 from everstep.restore.start.rank_loader import RankLoader
-from everstep.restore.start.rank_log import RankLog
+from everstep.restore.start.rank_log import LogExchange, RankLog
 from everstep.restore.start.rank_sources import RankSources
-from everstep.restore.start.request import ResumeRequest
-from everstep.run.candidates import Skipped, candidates
-from everstep.run.scan import BaseFound
+from everstep.restore.start.report import ResumeRequest, missing_sections, refuse_log_loss
+from everstep.run.scan import BaseFound, Skipped, candidates
 from everstep.state.ranks.rank_share import SkippedState
 
 _log = logging.getLogger("everstep")

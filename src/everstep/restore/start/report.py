@@ -1,16 +1,32 @@
-"""Result of a resume: as the training process needs it, and as the user gets it."""
+"""Result of a resume: as the training process needs it, and as the user gets it.
+
+Bases that lack sections of the state, saved by a process that resumed with fewer of them.
+
+No complete state can be restored from such a base, so complete bases are preferred, even older
+ones. A log that would be dropped is protected as well.
+
+Request of a process to restore a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError, RecoveryError
 from everstep.format.records import AuditRecord, Marker, TimelineRecord
+from everstep.format.writer import ChunkRing
+from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.fetch.sources import RankBack, RankRead
-from everstep.restore.load.load import LoadedBase
-from everstep.run.audits import describe_audit
-from everstep.run.candidates import Skipped
+from everstep.restore.load.load import LoadedBase, sections_of_base
+from everstep.run.scan import BaseFound, Skipped
+from everstep.run.verify import describe_audit
+from everstep.seams import Seams
+from everstep.seams.filesystem import FileSystem
+from everstep.state.layout.entries import is_reserved
+from everstep.state.training_state import State
 
 NO_DATA = "not in the state"
 
@@ -272,3 +288,108 @@ def _lineage(base: BaseId, timelines: Iterable[TimelineRecord | None]) -> str:
         f"it descends from the state with which timeline {since.timeline} began at step "
         f"{since.fork_step}, which was not exact"
     )
+
+
+def missing_sections(
+    filesystem: FileSystem, bases: Sequence[BaseFound], wanted: Collection[str] | None = None
+) -> dict[BaseId, str]:
+    """Return those of ``bases`` that lack a section which a later one in the list has, with a
+    message.
+
+    The sections of a state are fixed when its Checkpointer is created, so all bases of a timeline
+    have the same. One base of each timeline is read, and none if there is only one timeline.
+
+    Args:
+        bases: in the order in which they would be tried.
+        wanted: names of the sections to restore; only these count. None: all.
+    """
+    # Bases of one timeline have the same sections, so no header need be read.
+    if len({base.id.timeline for base in bases}) < 2:
+        return {}
+    sections: dict[int, frozenset[str] | None] = {}
+    for base in bases:
+        if base.id.timeline not in sections:
+            sections[base.id.timeline] = _sections(filesystem, base)
+    found: dict[BaseId, str] = {}
+    for place, base in enumerate(bases):
+        own = sections[base.id.timeline]
+        for other in bases[place + 1 :]:
+            of_other = sections[other.id.timeline]
+            # Only a proper subset lacks something. Bases of different states are left to the
+            # comparison with the live state.
+            if own is None or of_other is None or not own < of_other:
+                continue
+            lost = of_other - own if wanted is None else (of_other - own).intersection(wanted)
+            if lost:
+                listed = ", ".join(map(repr, sorted(lost)))
+                found[base.id] = (
+                    f"the base of {base.id} has no {listed}, but the base of {other.id} has: it "
+                    "was saved by a process with fewer sections in its state, and is passed over"
+                )
+                break
+    return found
+
+
+def refuse_log_loss(sections: Sequence[str], step: int, last: int, run: PurePath) -> None:
+    """Refuse to take a run over with fewer sections if that would drop steps of its log, which can
+    only be replayed on the complete state.
+
+    Args:
+        sections: names of the sections of the base that the live state does not have.
+        step: step of the base, from which training would continue.
+        last: last step of the log after it.
+
+    Raises:
+        RecoveryError: there are such sections.
+    """
+    if not sections:
+        return
+    raise RecoveryError(
+        f"the log of this run reaches step {last}, but without {', '.join(map(repr, sections))} in "
+        f"the state it cannot be replayed: resume(strict=False) would go back to the base of step "
+        f"{step} and drop the steps after it",
+        step=last,
+        path=run,
+        hint="everstep.load(path) reads the state of a run without taking it over; resume(step="
+        f"{step}, strict=False) takes the run over at step {step} and drops the later ones",
+    )
+
+
+def _sections(filesystem: FileSystem, base: BaseFound) -> frozenset[str] | None:
+    try:
+        return frozenset(
+            section for section in sections_of_base(filesystem, base) if not is_reserved(section)
+        )
+    except (EverstepError, OSError):  # reported when it is restored
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """State to restore, the sources of one rank, and what is accepted.
+
+    Attributes:
+        seams: file system, clock and other services.
+        run: run folder.
+        state: live state, which is overwritten.
+        ring: memory through which files are read.
+        recalled: base and log records in the memory of this rank's keeper.
+        step: step to restore; None: the newest; 0 without such a base: start afresh.
+        strict: refuse bases that do not match the live state completely.
+        timeout_s: seconds without progress after which an operation, or another rank, is reported.
+        on_touch: called before live state is overwritten.
+        trained: this process has trained, so its state is not that of a fresh start.
+        restores: False if ``resume()`` was not called: a base is then an error.
+    """
+
+    seams: Seams
+    run: PurePath
+    state: State
+    ring: ChunkRing
+    recalled: KeeperContents
+    step: int | None
+    strict: bool
+    timeout_s: float
+    on_touch: Callable[[], None] = lambda: None
+    trained: bool = False
+    restores: bool = True

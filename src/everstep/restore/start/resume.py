@@ -25,23 +25,26 @@ from everstep.errors import (
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest
 from everstep.restore.fetch.copies import parallel_reads
-from everstep.restore.load.nonfinite import nonfinite_notice
-from everstep.restore.load.restored import Restored
+from everstep.restore.load.load import Restored, nonfinite_notice
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.start.missing_sections import refuse_log_loss
-from everstep.restore.start.report import Resumed, why_inexact
-from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.report import Resumed, ResumeRequest, refuse_log_loss, why_inexact
 from everstep.restore.start.roll_forward import (
     ChoiceGoneError,
     Loader,
     OneRankChoice,
     base_is_there,
 )
-from everstep.run.audits import audit_of
-from everstep.run.candidates import candidates, starts_with_job_base
 from everstep.run.folder import open_timeline
-from everstep.run.scan import BaseFound, Inventory, TimelineCache, scan_run
+from everstep.run.scan import (
+    BaseFound,
+    Inventory,
+    TimelineCache,
+    candidates,
+    scan_run,
+    starts_with_job_base,
+)
 from everstep.run.uncondemn import uncondemn
+from everstep.run.verify import audit_of
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.durable_files import storage_errors
 

@@ -25,7 +25,7 @@ from everstep.commit.job.agreement import (
     Restore,
     TakeInventory,
 )
-from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import COORDINATOR
 from everstep.commit.job.offers import Choice, Needs
 from everstep.format.records import TimelineRecord
 from everstep.restore.fetch.node_reads import NodeReads
@@ -33,13 +33,11 @@ from everstep.restore.fetch.peers import FetchCopies
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.fetch.start_channel import Meeting, StartChannel
 from everstep.restore.start.job_outcome import record_of, refusal_error, resumed_of
-from everstep.restore.start.log_exchange import LogExchange
 from everstep.restore.start.rank_loader import RankLoader
-from everstep.restore.start.rank_log import RankLog
+from everstep.restore.start.rank_log import LogExchange, RankLog
 from everstep.restore.start.rank_restore import RankRestore
 from everstep.restore.start.rank_sources import RankSources
-from everstep.restore.start.report import Resumed
-from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.report import Resumed, ResumeRequest
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.durable_files import storage_errors
 

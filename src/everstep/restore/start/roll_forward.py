@@ -27,21 +27,17 @@ from everstep.format.names import MANIFEST
 from everstep.format.records import TimelineRecord
 from everstep.restore.fetch.copies import switch_to_copy, write_manifest
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.load.load import LoadedBase, Reads, load_ranks
-from everstep.restore.load.restored import OTHER_STATE, Restored
+from everstep.restore.load.load import OTHER_STATE, LoadedBase, Reads, Restored, load_ranks
 from everstep.restore.log.log_found import LogFound, LogReader
 from everstep.restore.log.reach import nothing_restorable, reachable
 from everstep.restore.redo.updates import UnknownClassError
-from everstep.restore.start.missing_sections import missing_sections
-from everstep.restore.start.request import ResumeRequest
-from everstep.run.candidates import Skipped, candidates
+from everstep.restore.start.report import ResumeRequest, missing_sections
 from everstep.run.chain import Chain
 from everstep.run.open_base import OpenBase
 from everstep.run.prefetch import Prefetch
-from everstep.run.scan import BaseFound, Inventory, scan_base, scan_run
-from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.progress import progress
-from everstep.seams.stderr import print_line
+from everstep.run.scan import BaseFound, Inventory, Skipped, candidates, scan_base, scan_run
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.progress import print_line, progress
 
 if TYPE_CHECKING:
     from everstep.restore.redo.driver import ReplayDriver

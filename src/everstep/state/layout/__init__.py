@@ -4,12 +4,12 @@ here.
 The room runs in both processes: the trainer plans a layout, the keeper writes it. Read in this
 order:
 
-``entries``         a named, typed byte range of the state; the digest of a state's shape
-``names``           reserved names of entries and of objects
-``placement``       the box of a tensor that each rank of a mesh holds
-``replica_digest``  compare the ranks' views of the tensors that they replicate
-``shards``          offsets of entries in a rank's files; the protocol that supplies the bytes
-``lru``             bounded caches, by key and by layout
+``entries``    a named, typed byte range of the state; the digest of a state's shape; reserved names
+               of entries and of objects
+``placement``  the box of a tensor that each rank of a mesh holds; compare the ranks' views of the
+               tensors that they replicate
+``shards``     offsets of entries in a rank's files; the protocol that supplies the bytes
+``lru``        bounded caches, by key and by layout
 """
 
 __all__: list[str] = []

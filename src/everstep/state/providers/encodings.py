@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from everstep.state.survey.ownership import Memory, memory_of
+from everstep.state.ownership import Memory, memory_of
 from everstep.state.values.tensors import local_tensor
 
 Forms = Mapping[int, Collection[str]]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from everstep.state.guards import ModuleGuard, canonical_key
 from everstep.state.layout.entries import Entry
 from everstep.state.providers.gradients import discard_unreduced_gradients
 from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference, same_memory
-from everstep.state.survey.guards import ModuleGuard, canonical_key
-from everstep.state.survey.survey import SectionContents, same_objects
+from everstep.state.survey import SectionContents, same_objects
 from everstep.state.values.objects import TensorRef, join_path
 from everstep.state.values.tensors import tensor_entry
 

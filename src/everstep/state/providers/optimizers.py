@@ -18,14 +18,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from everstep.errors import StateError, UnsupportedStateError
+from everstep.state.guards import OptimizerGuard
 from everstep.state.layout.entries import Entry
+from everstep.state.ownership import Memory, OwnedMemory, owned_memory_of
 from everstep.state.providers.encodings import Encodings, load_exactly
 from everstep.state.providers.gradients import has_gradient, parameters_with_gradient
 from everstep.state.providers.modules import ParameterNames
 from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference
-from everstep.state.survey.guards import OptimizerGuard
-from everstep.state.survey.ownership import Memory, OwnedMemory, owned_memory_of
-from everstep.state.survey.survey import SectionContents, TensorBlock, storable_block, unsupported
+from everstep.state.survey import SectionContents, TensorBlock, storable_block, unsupported
 from everstep.state.values.objects import is_fixed, join_path
 from everstep.state.values.tensors import is_dtensor, why_not_storable
 from everstep.state.values.tree import references, split

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from everstep.errors import OptionError
-from everstep.state.loaders.positions import (
+from everstep.state.positions import (
     KEY,
     POSITIONS,
     follow_existing,

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from everstep.errors import UnsupportedStateError
 from everstep.state.layout.placement import Placement
+from everstep.state.ownership import OwnedMemory, owned_memory_of
 from everstep.state.providers.modules import ParameterNames
 from everstep.state.providers.optimizers import NamedShape, OptimizerProvider, numbered
 from everstep.state.providers.provider import RestorePlan, Saved
-from everstep.state.survey.ownership import OwnedMemory, owned_memory_of
 
 PARTITIONED = "everstep/partitioned"
 """Key of an optimizer's tree: the ranks over which its state is distributed, as text."""

@@ -15,15 +15,13 @@ from types import MappingProxyType
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from everstep.state.layout.placement import WHOLE, Placement
-from everstep.state.layout.replica_digest import ReplicaDigest, replica_digests
+from everstep.state.layout.placement import WHOLE, Placement, ReplicaDigest, replica_digests
 from everstep.state.providers.modules import ModuleProvider, named_parameters
 from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
 from everstep.state.providers.provider import Provider, RestorePlan
 from everstep.state.providers.stateful import StatefulProvider
-from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.ranks.writers import WriterAssignment, find_replication
-from everstep.state.survey.survey import Shape, Survey, unsupported
+from everstep.state.ranks.writers import RankInfo, WriterAssignment, find_replication
+from everstep.state.survey import Shape, Survey, unsupported
 from everstep.state.values.objects import join_path
 
 _Ranks = tuple[int, ...]

@@ -6,6 +6,8 @@ disk. Each rank computes the assignment by itself, from data that is equal on al
 parameters, their sizes, the ranks. A parameter's optimizer state is written by the parameter's
 writer. With ZeRO, the rank that updates a parameter for all writes it where possible, so that the
 marks of its log have samples of it, and its keeper can follow it.
+
+This process's place in a job.
 """
 
 from __future__ import annotations
@@ -17,15 +19,51 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.placement import Placement, replicas_on_mesh
-from everstep.state.layout.replica_digest import ReplicaDigest, replica_digests
+from everstep.state.layout.placement import (
+    Placement,
+    ReplicaDigest,
+    replica_digests,
+    replicas_on_mesh,
+)
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.provider import Provider
 from everstep.state.providers.zero import ZeroProvider
 from everstep.state.ranks import ddp
-from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.values.objects import join_path
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """One rank of a job.
+
+    Attributes:
+        rank: from 0.
+        world: number of ranks that train together; 1: a job of one rank.
+        near: ranks that write to the same disk as this one, this rank included; replicated state is
+            written once to each disk. None: all ranks.
+        here: number of ranks that share the memory of this machine, this rank included.
+        nodes: node names by rank; empty if no rank sends its bases to a peer.
+        followed: a keeper can compute this rank's entries of a base from its log, or from the
+            gradients that it copies; all ranks divide bases and logs in the same way
+            (``docs/design/multistep.md``,
+            ``docs/design/log.md``).
+        logged: there is a gradient log. Each rank restores the contents of marks from its own log,
+            so each writes them.
+    """
+
+    rank: int = 0
+    world: int = 1
+    near: tuple[int, ...] | None = None
+    here: int = 1
+    nodes: tuple[str, ...] = ()
+    followed: bool = False
+    logged: bool = False
+
+
+ONE_RANK = RankInfo()
+"""Job of one rank."""
+
 
 _Ranks = tuple[int, ...]
 

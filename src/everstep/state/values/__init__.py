@@ -4,8 +4,8 @@ The room runs in both processes, mostly in the trainer; it does no I/O. Read in 
 
 ``tensors``     tensors and DTensors as entries; their memory as bytes
 ``tree``        split nested state into tensors and plain objects, and join them again
-``objects``     encode plain objects as bytes: tagged msgpack, never pickle
-``refusals``    advice for objects that cannot be stored
+``objects``     encode plain objects as bytes: tagged msgpack, never pickle; advice for objects that
+                cannot be stored
 ``generators``  states of random generators: the process's own, and those in plain data
 ``referrers``   find objects that refer to given objects
 """

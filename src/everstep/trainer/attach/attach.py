@@ -34,13 +34,12 @@ from everstep.link.registry import (
 )
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.link.wire import Connection, error_from_wire
-from everstep.restore.fetch.held import KeeperContents
-from everstep.restore.fetch.peer_log import PeerLog
+from everstep.restore.fetch.held import KeeperContents, PeerLog
 from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Clock, Seams
-from everstep.seams.files.locks import file_identity
-from everstep.seams.network.sockets import close_descriptors
+from everstep.seams.locks import file_identity
 from everstep.seams.processes.threads import IoThreads
+from everstep.seams.sockets import close_descriptors
 from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
 
 _log = logging.getLogger("everstep")

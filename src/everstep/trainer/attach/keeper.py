@@ -6,17 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.errors import DeadlineError, EverstepError
+from everstep.format.header import BasePlan
 from everstep.format.log import RecordHead
-from everstep.format.plan import BasePlan
 from everstep.keeper.persist.base_writer import BaseWriter
 from everstep.link.capture import Capture
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save
-from everstep.link.waiting import WaitDeadline, storage_hang_error
 from everstep.seams.progress import progress, silent
 from everstep.state.layout.shards import Body, ShardLayout
-from everstep.state.survey.survey import Survey
+from everstep.state.survey import Survey
 from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.attach.requests import WaitDeadline, storage_hang_error
 
 
 class ThreadKeeper(BaseWriter):

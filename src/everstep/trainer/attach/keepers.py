@@ -24,14 +24,12 @@ from everstep.keeper.log.segment_queue import open_segments
 from everstep.keeper.persist.committer import Timeline
 from everstep.keeper.persist.job_link import JobLink
 from everstep.link.channel import BackgroundChannel
-from everstep.link.job_session import JobSession, mailbox_error
-from everstep.link.keeper_stats import KeeperStats, add_stats
+from everstep.link.messages import JobSession, KeeperStats, add_stats, mailbox_error
 from everstep.link.pool import CapturePool
-from everstep.link.waiting import ignore_if_lost
 from everstep.restore.fetch.held import KeeperContents
 from everstep.run.fence import Fence
 from everstep.seams import Clock
-from everstep.seams.network.mailbox import ReservedPort, TcpMailbox
+from everstep.seams.mailbox import ReservedPort, TcpMailbox
 from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.attach.attach import (
     attach,
@@ -42,6 +40,7 @@ from everstep.trainer.attach.attach import (
 )
 from everstep.trainer.attach.keeper import Keeper, Service, ThreadKeeper
 from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
+from everstep.trainer.attach.requests import ignore_if_lost
 from everstep.trainer.attach.terms import KeeperTerms
 
 if TYPE_CHECKING:

@@ -16,29 +16,35 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.recall_wire import recalled_from_wire
-from everstep.link.assembly import Assembly, assembly_to_wire
+from everstep.link.assembly import Assembly, Samples, assembly_to_wire
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel
-from everstep.link.job_session import JobSession
-from everstep.link.keeper_stats import KeeperStats
-from everstep.link.log_records import LogLayouts
-from everstep.link.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
-from everstep.link.samples import Samples
-from everstep.link.save import Save, complete, fail
-from everstep.link.waiting import (
-    ReplicaProgress,
-    WaitDeadline,
-    keeper_lost_error,
-    storage_hang_error,
+from everstep.link.messages import (
+    OBJECT_PART_BYTES,
+    JobSession,
+    KeeperStats,
+    LogLayouts,
+    begin_to_wire,
+    layout_to_wire,
+    parts_of,
 )
+from everstep.link.save import Save, complete, fail
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.restore.fetch.held import KeeperContents
 from everstep.seams import Clock
-from everstep.seams.network.sockets import close_descriptors
-from everstep.seams.processes.conditions import Condition
+from everstep.seams.processes.threads import Condition
 from everstep.seams.progress import progress
+from everstep.seams.sockets import close_descriptors
 from everstep.state.layout.shards import ShardLayout
-from everstep.trainer.attach.requests import ReplicaRequests, Replies, base_request_to_wire
+from everstep.trainer.attach.requests import (
+    ReplicaProgress,
+    ReplicaRequests,
+    Replies,
+    WaitDeadline,
+    base_request_to_wire,
+    keeper_lost_error,
+    storage_hang_error,
+)
 from everstep.trainer.attach.terms import KeeperTerms
 
 _GRACE_S = 1.0

@@ -18,9 +18,9 @@ from everstep.format.header import ShardIdentity
 from everstep.link.messages import identity_to_wire
 from everstep.seams import PosixFileSystem, Seams, SystemClock
 from everstep.seams.processes.processes import available_cores
-from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
+from everstep.state.ranks.writers import ONE_RANK, RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.trainer.budget.log_limits import LogLimits
+from everstep.trainer.budget.host_memory import LogLimits
 
 
 class KeeperTerms:

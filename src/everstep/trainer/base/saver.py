@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from everstep.capture.cuda_graphs import refuse_graph_capture
-from everstep.capture.lanes.lane import Lane, Transfer
-from everstep.capture.live_body import LiveBody
+from everstep.capture.cuda import refuse_graph_capture
+from everstep.capture.lane import Lane, LiveBody, Transfer
 from everstep.capture.spot_check import Sample
 from everstep.capture.version_counters import Versions
 from everstep.config.options import Options
@@ -31,8 +30,7 @@ from everstep.errors import (
     KeeperError,
     OutOfSpaceError,
 )
-from everstep.format.header import ShardIdentity
-from everstep.format.plan import BasePlan
+from everstep.format.header import BasePlan, ShardIdentity
 from everstep.link.capture import Capture, Incoming
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import Block, CapturePool
@@ -46,8 +44,8 @@ from everstep.link.save import (
 )
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
-from everstep.seams.processes.conditions import wait_done
-from everstep.state.survey.survey import Survey
+from everstep.seams.processes.threads import wait_done
+from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper, Service
 from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase, prepare_base

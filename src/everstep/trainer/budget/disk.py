@@ -18,11 +18,10 @@ from rich.filesize import decimal
 from everstep.commit.peer_copies import NEEDED_MAX
 from everstep.config.options import Options
 from everstep.errors import OutOfSpaceError
-from everstep.format.header import ShardIdentity
-from everstep.format.plan import plan_files
-from everstep.seams.files.filesystem import FileSystem
-from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.survey.survey import Shape
+from everstep.format.header import ShardIdentity, plan_files
+from everstep.seams.filesystem import FileSystem
+from everstep.state.ranks.writers import RankInfo
+from everstep.state.survey import Shape
 from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.options import TierOptions
 from everstep.trainer.budget.host_memory import mark_entries
@@ -76,7 +75,7 @@ def bounds_of(
 def _base_bytes(shape: Shape, ranks: RankInfo) -> int:
     identity = ShardIdentity("0" * 32, 0, 0, 0, ranks.rank, ranks.world, True)
     files = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes)
-    # A layout is used again while objects grow by less than this (state/survey/survey.py), so a
+    # A layout is used again while objects grow by less than this (state/survey.py), so a
     # base may exceed its plan.
     drift = sum(max(_DRIFT_BYTES, n // _DRIFT_SHARE) for n in shape.objects_bytes.values())
     marker = _RECORD_BYTES * max(1, len(files))

@@ -3,28 +3,43 @@
 The budget of host memory is divided among the arena (captures and log), a replica, bases that live
 in memory, and copies for other ranks. :func:`plan_memory` computes the shares; each function
 refuses a budget that is too small, and names the number of bytes that suffices.
+
+Limits of the gradient log in host memory and on disk, and the errors when they are reached.
+
+Predicts the shape of a state after the first update, so that budgets apply to the full state.
+
+Most optimizers create their state in their first step; before it, a state has a third of its final
+size. For torch's own optimizers the additional entries are found by an update of tensors without
+memory, on the meta device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS
 from everstep.commit.peer_copies import peer_of
 from everstep.config.options import Options
-from everstep.errors import OutOfSpaceError
-from everstep.link.log_records import RECORD_BYTES
+from everstep.errors import KeeperError, OutOfSpaceError
+from everstep.link.messages import RECORD_BYTES
+from everstep.replay.optimizer_step import build, own_step
 from everstep.seams.machine import file_bytes_max, memory_available_bytes
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import is_reserved
+from everstep.state.layout.entries import Entry, is_reserved
 from everstep.state.layout.shards import plan_shards
-from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.survey.survey import Shape
-from everstep.state.values.tensors import local_tensor
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.zero import local_optimizer
+from everstep.state.ranks.writers import RankInfo
+from everstep.state.survey import Shape
+from everstep.state.training_state import State
+from everstep.state.values.objects import join_path
+from everstep.state.values.tensors import local_tensor, tensor_entry
 from everstep.tiers.options import PeerOptions
 
 _IN_FLIGHT_MIN = 2
@@ -319,3 +334,237 @@ def plan_memory(
         own_bytes=own_bytes,
         peer_bytes=held_bytes,
     )
+
+
+_MEMORY_SHARE = 4  # a segment has at most 1/4 of the memory of the log
+_DISK_SHARE = 2  # and at most 1/2 of the bytes allowed between two bases
+
+
+@dataclass(frozen=True, slots=True)
+class LogLimits:
+    """Limits of one rank's log, and the sizes they are computed from, in bytes.
+
+    Attributes:
+        memory_bytes: records in host memory, including plain data; 0 if unknown. A new base is due
+            when half of it is used.
+        interval_bytes: records on disk between two bases; None for no limit. A new base is due
+            before more are written.
+        disk_bytes: budget of the run folder; None without one.
+        bases_bytes: share of ``disk_bytes`` for bases.
+        host_bytes: budget of host memory.
+        arena_bytes: share of ``host_bytes`` for captures and the log.
+        state_bytes: host memory of a base.
+    """
+
+    memory_bytes: int = 0
+    interval_bytes: int | None = None
+    disk_bytes: int | None = None
+    bases_bytes: int = 0
+    host_bytes: int = 0
+    arena_bytes: int = 0
+    state_bytes: int = 0
+
+    @classmethod
+    def of(cls, host_bytes: int, arena_bytes: int, state_bytes: int) -> LogLimits:
+        """Return the limits of a log in an arena of this size, without a disk."""
+        return cls(
+            memory_bytes=log_budget_bytes(arena_bytes, state_bytes),
+            host_bytes=host_bytes,
+            arena_bytes=arena_bytes,
+            state_bytes=state_bytes,
+        )
+
+    def on_disk(
+        self, options: Options, bases: int, bases_bytes: int, free_bytes: Callable[[], int]
+    ) -> LogLimits:
+        """Return the limits with those of the disk.
+
+        With a disk budget, the log has the space that bases leave. Without one, and if the interval
+        is chosen automatically, it has half of the free space. The space is divided by the number
+        of bases, as each has a log of its own.
+
+        Args:
+            bases: maximum number of bases on disk, including the one being written.
+            bases_bytes: bytes of these bases.
+            free_bytes: function that returns the free bytes for this rank.
+        """
+        disk_bytes = options.budget.disk_bytes
+        if not options.log_on_disk or (disk_bytes is None and not options.every.auto):
+            return self
+        if disk_bytes is None:
+            return replace(self, interval_bytes=max(1, free_bytes() // 2 // bases))
+        interval_bytes = max(1, (disk_bytes - bases_bytes) // bases)
+        return replace(
+            self,
+            interval_bytes=interval_bytes,
+            disk_bytes=disk_bytes,
+            bases_bytes=bases_bytes,
+        )
+
+    def batch_to_wire(self, options: Options) -> dict[str, Any]:
+        """Return the segment size to ask the keeper for (``batch_from_wire``)."""
+        lag_steps = options.log.lag_steps
+        memory_max = self.memory_bytes // _MEMORY_SHARE if self.memory_bytes else None
+        bounds = [] if memory_max is None else [memory_max]
+        if self.disk_bytes is not None and self.interval_bytes is not None:
+            bounds.append(max(1, self.interval_bytes // _DISK_SHARE))
+        return {
+            "auto": options.batch_auto,
+            "steps": options.log.batch_first,
+            "most": None if lag_steps is None else lag_steps + 1,
+            "bytes_max": min(bounds) if bounds else None,
+            "memory_max": memory_max,
+            "disk_bytes": self.disk_bytes,
+            "bases_bytes": self.bases_bytes,
+        }
+
+    def check(self, mark_bytes: int) -> None:
+        """Check that the memory of the log has space for a step.
+
+        Args:
+            mark_bytes: host memory of a step mark.
+
+        Raises:
+            OutOfSpaceError: It does not.
+        """
+        if mark_bytes > self.memory_bytes:
+            more = f"Budget(host_bytes={self.host_bytes_for(2 * mark_bytes)}) or more"
+            raise OutOfSpaceError(
+                "each step of the log contains data besides gradients (entries that no optimizer "
+                f"updates, and plain data) of {mark_bytes} bytes of host memory; of the budget of "
+                f"{self.host_bytes} bytes the log has {self.memory_bytes}",
+                hint=f"{more}, less plain data in the state, or method='lazy'",
+            )
+
+    def host_bytes_for(self, log_bytes: int) -> int | None:
+        """Return the budget of host memory with which the log has ``log_bytes``; None if unknown.
+
+        The arena is assumed to keep its current share of the budget.
+        """
+        if not self.arena_bytes:
+            return None
+        # Inverse of log_budget_bytes(): the smaller arena for which one of its two terms reaches
+        # log_bytes.
+        arena_bytes = min(log_bytes + 2 * self.state_bytes, 2 * log_bytes + self.state_bytes + 1)
+        return -(-self.host_bytes * arena_bytes // self.arena_bytes)
+
+
+def too_large(need_bytes: int, most_bytes: int) -> OutOfSpaceError:
+    """Return the error for a record that is larger than the memory of the log."""
+    return OutOfSpaceError(
+        f"a record of the log needs {need_bytes} bytes of host memory, and the whole log may use "
+        f"{most_bytes}: steps are not recorded, and a crash loses all steps since the newest base",
+        hint="a larger Budget(host_bytes=), less plain data in the state, or method='lazy'",
+    )
+
+
+def log_dropped(step: int | None) -> OutOfSpaceError:
+    """Return the error for a log that was dropped up to a step to make space for a base."""
+    return OutOfSpaceError(
+        "the gradient log was dropped because host memory has no space for it beside a base: until "
+        "the next base is durable, a crash loses all steps since the previous base",
+        step=step,
+        hint="a larger Budget(host_bytes=), or less plain data in the state",
+    )
+
+
+def log_dropped_early(step: int) -> KeeperError:
+    """Return the error for a log that was dropped before the peers had the base after it."""
+    return KeeperError(
+        f"the log up to step {step} was dropped before the base of that step was complete with all "
+        "peers, because there is no host memory to keep it longer",
+        step=step,
+        tier="peer",
+        hint="if a node is lost before, all ranks return to an older base; use more "
+        "Budget(host_bytes=), a shorter every=, or a larger PeerOptions(bytes_per_s=)",
+    )
+
+
+def shape_after_first_update(state: State, shape: Shape) -> tuple[Shape, bool]:
+    """Return the shape of this rank's entries after an update of every optimizer.
+
+    Args:
+        shape: current shape.
+
+    Returns:
+        The expected shape, and True if it is complete. Entries of optimizer classes that are not
+        torch's own cannot be predicted.
+    """
+    found = _ExpectedEntries(state, shape)
+    entries = tuple(found.entries())
+    return (
+        replace(shape, entries=(*shape.entries, *entries)) if entries else shape
+    ), found.is_complete
+
+
+class _ExpectedEntries:
+    """Entries that the optimizers of a state will create."""
+
+    def __init__(self, state: State, shape: Shape) -> None:
+        self.is_complete = True
+        self._state = state
+        self._aliases = shape.aliases
+        self._written = {entry.name for entry in shape.entries}
+        self._parameters: dict[int, str] = {}
+        for section, provider in state.providers.items():
+            if isinstance(provider, ModuleProvider):
+                for key, parameter in provider.named_parameters():
+                    self._parameters.setdefault(id(parameter), join_path(section, key))
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the expected entries of all optimizers."""
+        for key, optimizer in self._state.optimizers.items():
+            provider = self._state.providers[key]
+            inner = local_optimizer(optimizer)
+            assert isinstance(provider, OptimizerProvider)
+            names = {id(parameter): name for name, parameter in provider.named()}
+            known: dict[Any, Mapping[str, torch.Tensor] | None] = {}
+            for number, group in enumerate(inner.param_groups):
+                for parameter in group["params"]:
+                    if not parameter.requires_grad or inner.state.get(parameter):
+                        continue
+                    if inner is optimizer and not self._writes(parameter):
+                        continue  # another rank writes it
+                    local = local_tensor(parameter)
+                    # One trial per group, shape and dtype: a trial for each parameter would give
+                    # the same.
+                    form = number, local.shape, local.dtype
+                    if form not in known:
+                        known[form] = _kept(type(inner), group, local)
+                    kept = known[form]
+                    if kept is None:
+                        self.is_complete = False
+                        break
+                    front = join_path(join_path(key, "state"), names[id(parameter)])
+                    for name, tensor in kept.items():
+                        yield tensor_entry(join_path(front, name), tensor)
+
+    def _writes(self, parameter: torch.Tensor) -> bool:
+        """Return True if this rank writes the parameter, and so its optimizer state."""
+        name = self._parameters.get(id(parameter))
+        return name is None or self._aliases.get(name, name) in self._written
+
+
+def _kept(
+    kind: type[Optimizer], group: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, torch.Tensor] | None:
+    """Return the state that an optimizer will keep of a parameter, as tensors without memory.
+
+    Small tensors may have memory. None if this cannot be found without running code that is not
+    torch's, or without real values.
+    """
+    if not f"{kind.__module__}.".startswith("torch.optim."):
+        return None
+    # Foreach, fused and capturable kernels need a real device; the state they keep is the same.
+    plain = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
+    options = {k: plain.get(k, v) for k, v in group.items() if k != "params"}
+    stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    stand_in.grad = torch.empty_like(stand_in)
+    try:
+        optimizer = build(kind, [[stand_in]], [options])
+        with torch.no_grad():
+            own_step(kind)(optimizer)
+    except (RuntimeError, TypeError):
+        return None  # it reads values (ASGD, Adafactor), or needs a closure (LBFGS)
+    kept = optimizer.state.get(stand_in, {})
+    return {key: value for key, value in kept.items() if isinstance(value, torch.Tensor)}

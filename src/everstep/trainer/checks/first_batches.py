@@ -18,7 +18,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
-from everstep.state.loaders.positions import POSITIONS, fetches_ahead, is_followed
+from everstep.state.positions import POSITIONS, fetches_ahead, is_followed
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.plain import PlainProvider
 from everstep.state.providers.stateful import StatefulProvider, restores_data

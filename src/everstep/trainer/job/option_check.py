@@ -11,7 +11,7 @@ from everstep.config.method import presets
 from everstep.config.options import Options
 from everstep.errors import ForeignDirectoryError, OptionError, RecoveryError, StateError
 from everstep.seams.processes.processes import configured_cores
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import RankInfo
 from everstep.tiers.options import TierOptions
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from everstep.commit.job.messages import StartFailed
 from everstep.commit.job.offers import Choice, Needs, Offer
 from everstep.errors import DeadlineError
-from everstep.link.job_session import mailbox_error
+from everstep.link.messages import mailbox_error
 from everstep.restore.fetch.peers import FetchCopies, FetchResult, OfferExtras, fetch_from_peers
 from everstep.restore.fetch.served_files import run_file_opener
 from everstep.restore.fetch.start_channel import (
@@ -30,13 +30,12 @@ from everstep.restore.fetch.start_channel import (
 from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
 from everstep.restore.start.rank_loader import needs_on_disk
 from everstep.restore.start.rank_log import RankLog
-from everstep.restore.start.report import Resumed
-from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.report import Resumed, ResumeRequest
 from everstep.restore.start.resume_job import resume_all_ranks
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.network.mailbox import TcpMailbox
-from everstep.state.ranks.rank_info import RankInfo
+from everstep.seams.mailbox import TcpMailbox
+from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.option_check import refuse_other_calls

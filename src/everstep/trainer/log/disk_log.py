@@ -8,11 +8,11 @@ from collections import deque
 from everstep.config.options import Options
 from everstep.errors import DeadlineError
 from everstep.link.channel import BackgroundChannel
-from everstep.link.log_records import ENDED
+from everstep.link.messages import ENDED
 from everstep.link.recordable import LogKeeper
 from everstep.link.save import Save
-from everstep.seams.files.stalls import StallTimer
-from everstep.seams.processes.conditions import Condition, wait_done
+from everstep.seams.filesystem import StallTimer
+from everstep.seams.processes.threads import Condition, wait_done
 
 
 class DiskLog:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from everstep.format.log import RecordHead
-from everstep.link.log_records import RECORD_BYTES
+from everstep.link.messages import RECORD_BYTES
 from everstep.link.pool import Block, CapturePool
 from everstep.link.recordable import LogKeeper
 from everstep.trainer.log.disk_log import DiskLog

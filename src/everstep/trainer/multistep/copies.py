@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.capture.lanes.batches import Batch, Chunks, plan_batches
-from everstep.capture.lanes.lane import Lane, Transfer
+from everstep.capture.batches import Batch, Chunks, plan_batches
+from everstep.capture.lane import Lane, Transfer
 from everstep.config.options import Options
 from everstep.errors import AuditError, DeadlineError
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import Block
 from everstep.link.save import as_everstep_error, changed_during_copy_error
-from everstep.seams.processes.conditions import wait_done
-from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
+from everstep.seams.processes.threads import wait_done
+from everstep.state.layout.entries import GRADIENT, UPDATE_OBJECT
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import is_dtensor

@@ -7,7 +7,7 @@ everything is copied that no optimizer replays. From there on the base is a capt
 except that the keeper brings all parts to that step before it writes them (I3).
 
 Copies are made in the order in which they are due: the gradients of a step before the part of the
-next. Where a window ends, and what follows one that is void, is decided by :mod:`.ending`."""
+next. Where a window ends, and what follows one that is void, is decided by :mod:`.window`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from everstep.capture.lanes.lane import Lane
+from everstep.capture.lane import Lane
 from everstep.config.options import Options
 from everstep.errors import AuditError, EverstepError, StateError
 from everstep.format.header import ShardIdentity
@@ -28,17 +28,24 @@ from everstep.link.save import Save, as_everstep_error, fail, failing_save
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import FingerprintWatch
-from everstep.state.survey.survey import Survey
+from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
-from everstep.trainer.base.mark_state import MarkSnapshot
+from everstep.trainer.base.prepared_base import MarkSnapshot
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.multistep.copies import WindowCopies
-from everstep.trainer.multistep.ending import VOID_MAX, BaseInProgress, EndAlone, StepMark
 from everstep.trainer.multistep.measurements import MultistepStats, device_event
 from everstep.trainer.multistep.partition import Partitioner
 from everstep.trainer.multistep.plan import WindowPlan, WindowPlanner, redo_bytes
-from everstep.trainer.multistep.window import Handover, Window, WindowVoid
+from everstep.trainer.multistep.window import (
+    VOID_MAX,
+    BaseInProgress,
+    EndAlone,
+    Handover,
+    StepMark,
+    Window,
+    WindowVoid,
+)
 from everstep.trainer.participant import BaseRequest, Mark, Participant
 
 _log = logging.getLogger("everstep")

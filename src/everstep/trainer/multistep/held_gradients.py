@@ -30,12 +30,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.capture.lanes.cuda import on_cuda
-from everstep.capture.lanes.lane import Transfer
+from everstep.capture.cuda import on_cuda
+from everstep.capture.lane import Transfer
 from everstep.errors import DeadlineError
 from everstep.seams.gather import Gather
+from everstep.state.layout.entries import GRADIENT
 from everstep.state.layout.lru import LRUCache
-from everstep.state.layout.names import GRADIENT
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.providers.modules import unwrap
 from everstep.state.training_state import State

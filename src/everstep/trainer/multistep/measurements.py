@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from everstep.capture.lanes.cuda import moment_on
+from everstep.capture.cuda import moment_on
 from everstep.seams import Clock
 from everstep.state.training_state import State
 

@@ -3,7 +3,7 @@
 A *unit* must be captured at one step: a parameter, and all of its optimizer state. Parts are runs
 of units in the order of the state, so that small tensors which are adjacent in the file are copied
 together. Parts are equal, and as small as possible, or sized to fill their steps
-(:mod:`everstep.plan.multistep_cut`)."""
+(:mod:`everstep.plan.multistep`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from everstep.config.options import Options
-from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
-from everstep.plan.multistep_cut import Cut, best_cut, fewest, fewest_of
+from everstep.plan.multistep import (
+    PARTS_MAX,
+    Cut,
+    Overlap,
+    Pipeline,
+    best_cut,
+    fewest,
+    fewest_of,
+    overlap,
+)
 from everstep.seams import Clock
 from everstep.trainer.multistep.measurements import MultistepStats, StepTimes
 
@@ -403,7 +411,7 @@ def cut_by_cost(
         held_steps: see :func:`everstep.plan.multistep.overlap`.
         gradients_s_max: copy time of all gradients that fit in host memory; equal parts are used if
             others need more.
-        best: result of :func:`~everstep.plan.multistep_cut.best_cut` for so many parts, if known.
+        best: result of :func:`~everstep.plan.multistep.best_cut` for so many parts, if known.
     """
     equal = cut_parts(units, parts)
     if len(equal) <= 1:

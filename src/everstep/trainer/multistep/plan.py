@@ -7,7 +7,7 @@ step mark only.
 
 A base is cut after a step in which nothing is captured, with the measurements so far; when it
 begins, only changes since then are planned again. Where a device copies, the memory of the
-gradients is pinned after that step, too (:mod:`everstep.capture.lanes.pinned`), which may take
+gradients is pinned after that step, too (:mod:`everstep.capture.pinned`), which may take
 longer than until the next base is due; as long as it does, bases are planned for the memory that is
 ready."""
 
@@ -24,18 +24,18 @@ from typing import Any
 
 import torch
 
-from everstep.capture.lanes.batches import Batch, Chunks, plan_batches
-from everstep.capture.lanes.lane import Lane
+from everstep.capture.batches import Batch, Chunks, plan_batches
+from everstep.capture.lane import Lane
+from everstep.link.assembly import Samples
 from everstep.link.pool import CapturePool
 from everstep.link.recordable import state_digest
-from everstep.link.samples import Samples
 from everstep.restore.redo.owned import parameter_names
 from everstep.state.layout.shards import ShardLayout
+from everstep.state.ownership import Owner
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.ranks.log_shares import updated_elsewhere
-from everstep.state.survey.ownership import Owner
-from everstep.state.survey.survey import Shape, same_objects
+from everstep.state.survey import Shape, same_objects
 from everstep.state.training_state import State
 from everstep.state.values.objects import TensorRef
 from everstep.state.values.tree import references, split

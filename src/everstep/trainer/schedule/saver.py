@@ -19,20 +19,19 @@ from typing import Any
 
 import torch
 
+from everstep.capture.batches import Batch
 from everstep.capture.dispatch import Dispatch
-from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.lane import Lane, Progress, Take, Transfer
+from everstep.capture.lane import Lane, Progress, Take, Transfer
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, KeeperError
-from everstep.format.header import ShardIdentity
-from everstep.format.plan import BasePlan
+from everstep.format.header import BasePlan, ShardIdentity
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, fail, failing_save
 from everstep.seams import Clock
-from everstep.seams.processes.conditions import Outcome
-from everstep.state.survey.survey import Survey
+from everstep.seams.processes.threads import Outcome
+from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper

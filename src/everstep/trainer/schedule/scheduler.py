@@ -7,7 +7,13 @@ over a known graph, plans follow from observed steps. A step that takes another 
 at once from the event where it strays; two such steps with the same events make a plan of their
 own. Of several plans, the one is followed whose steps have mostly come after a step like the last
 one. A plan is made again when training waits longer, or shorter, than it predicts. All of this runs
-in the training thread, at step marks; results from the lane's thread are read there."""
+in the training thread, at step marks; results from the lane's thread are read there.
+
+Capture plan bound to the tensors of a state: which copies are issued at which event of a
+step.
+
+Times of planned captures: when each copy ran, next to when it was planned.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +23,272 @@ import os
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import NamedTuple
 
 import torch
 from rich.filesize import decimal
 from torch import nn
 
-from everstep.capture.dispatch import Dispatch, Duplicates
-from everstep.capture.lanes.lane import Lane
-from everstep.capture.step_events import Observed, StepEvents
+from everstep.capture.batches import Batch, plan_batches
+from everstep.capture.dispatch import Dispatch, Duplicates, Observed, StepEvents, Unit
+from everstep.capture.lane import Lane
 from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
-from everstep.seams.stderr import print_line
+from everstep.seams.progress import print_line
+from everstep.state.layout.shards import overlaps
 from everstep.state.training_state import State
 from everstep.trainer.base.prepared_base import PreparedBase
-from everstep.trainer.schedule.bound_plan import (
-    BoundPlan,
-    CopySource,
-    all_at_mark,
-    allocate_duplicates,
-    copy_sources,
-    plan_units,
-)
-from everstep.trainer.schedule.stats import (
-    ScheduleStats,
-    TensorTimes,
-    batch_times,
-    link_bandwidth,
-    tensor_times,
-)
+
+
+class TensorTimes(NamedTuple):
+    """Times of the copy of an entry, in seconds after the step mark.
+
+    Attributes:
+        planned_start_s, planned_end_s: planned times; None without a plan.
+        start_s, end_s: measured times.
+        duplicated: True if some of it was copied from a duplicate.
+    """
+
+    planned_start_s: float | None
+    planned_end_s: float | None
+    start_s: float
+    end_s: float
+    duplicated: bool
+
+
+BatchTimes = tuple[int, int, TensorTimes]
+"""Range of a batch in the block, and its times."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleStats:
+    """Statistics of plans and captures.
+
+    Attributes:
+        captures: number of captures.
+        held_step: step of the newest complete capture; None before the first.
+        plans: number of plans made.
+        strayed_steps: number of steps that did not follow their plan's sequence of events.
+        followed_steps: number of steps that did.
+        link_bytes_per_s: measured bandwidth; None before the first complete capture.
+        needed_bytes_per_s: bandwidth below which training waits under any plan (Checkflow, Eq. 9);
+            None without a plan.
+        step_s: duration of a step without waits; None without a plan.
+        predicted_wait_s: time a step waits for copies by the plan; None without a plan.
+        waited_s: measured waits of the latest steps under the same plan, oldest first.
+        duplicated_bytes: device memory used for duplicates.
+        tensors: times of the newest complete capture, by entry.
+    """
+
+    captures: int
+    held_step: int | None
+    plans: int
+    strayed_steps: int
+    followed_steps: int
+    link_bytes_per_s: float | None
+    needed_bytes_per_s: float | None
+    step_s: float | None
+    predicted_wait_s: float | None
+    waited_s: tuple[float, ...]
+    duplicated_bytes: int
+    tensors: Mapping[str, TensorTimes]
+
+
+def batch_times(dispatch: Dispatch) -> list[BatchTimes]:
+    """Return the times of each batch of a complete capture, without the memory that it filled."""
+    found: list[BatchTimes] = []
+    # Units run one after another on one queue.
+    zero_s = start_s = dispatch.begun_s
+    ends = [(arrived[-1], number) for number, arrived in enumerate(dispatch.arrived_s) if arrived]
+    for _, number in sorted(ends):
+        issued_s = dispatch.issued_s[number]
+        assert issued_s is not None
+        # A unit begins when it is issued, or when the one before it on the queue has ended.
+        start_s = max(start_s, issued_s)
+        unit = dispatch.units[number]
+        arrived = dispatch.arrived_s[number]
+        for place, batch in enumerate(unit.batches):
+            # A device may report progress less often than after each batch.
+            end_s = arrived[place] if len(arrived) == len(unit.batches) else arrived[-1]
+            planned: tuple[float | None, float | None] = (None, None)
+            if unit.planned_s:
+                planned = unit.planned_s[place]
+            times = TensorTimes(*planned, start_s - zero_s, end_s - zero_s, bool(unit.slots))
+            found.append((batch.begin, batch.end, times))
+            start_s = end_s
+    return found
+
+
+def link_bandwidth(batches: Iterable[BatchTimes]) -> float | None:
+    """Return bytes per second while copies were in progress; None if nothing was copied."""
+    busy_s = size_bytes = 0.0
+    for begin, end, times in batches:
+        busy_s += times.end_s - times.start_s
+        size_bytes += end - begin
+    return size_bytes / busy_s if busy_s > 0 and size_bytes else None
+
+
+def tensor_times(
+    prepared: PreparedBase, batches: Iterable[BatchTimes]
+) -> Mapping[str, TensorTimes]:
+    """Return the first start and the last end of the copies of each entry, by name."""
+    found: dict[str, TensorTimes] = {}
+    for begin, end, times in batches:
+        for shard, offset in zip(prepared.shards, prepared.offsets, strict=True):
+            placed = [place for place in shard.layout.placed if place.end > place.begin]
+            ends = [place.end for place in placed]
+            for place, _, _ in overlaps(placed, ends, begin - offset, end - begin):
+                before = found.get(place.entry.name, times)
+                found[place.entry.name] = _merge_times(before, times)
+    return found
+
+
+def _merge_times(one: TensorTimes, other: TensorTimes) -> TensorTimes:
+    starts = [s for s in (one.planned_start_s, other.planned_start_s) if s is not None]
+    ends = [s for s in (one.planned_end_s, other.planned_end_s) if s is not None]
+    return TensorTimes(
+        min(starts, default=None),
+        max(ends, default=None),
+        min(one.start_s, other.start_s),
+        max(one.end_s, other.end_s),
+        one.duplicated or other.duplicated,
+    )
+
+
+_SLOT_BYTES = 512
+_MISSES_MAX = 4
+
+
+class CopySource(NamedTuple):
+    """Copy that is made in one piece unless the plan cuts it."""
+
+    owner: str
+    batch: Batch
+
+    @property
+    def divisible(self) -> bool:
+        """Return True if the plan may cut this copy into chunks."""
+        return self.batch.rearranged is None and len(self.batch.sources) == 1
+
+    @property
+    def place(self) -> tuple[str, int, int, bool]:
+        """Return owner, byte range in the block, and divisibility; equal places can be rebound."""
+        return self.owner, self.batch.begin, self.batch.end, self.divisible
+
+
+@dataclass(slots=True)
+class BoundPlan:
+    """Plan of a step, bound to tensors.
+
+    Attributes:
+        units: copies issued together, in order.
+        plan: the plan; None while the first steps are observed.
+        keys: sequence of events of the steps it is for.
+        updates: index of the event at which each optimizer, by key, updates first.
+        duplicates: device memory of duplicated tensors (Checkflow's snapshots).
+        issuing_events: indices of the events at which units are issued.
+        misses: latest consecutive steps that did not wait as predicted.
+        misses_max: number of misses after which the plan is made again.
+    """
+
+    units: tuple[Unit, ...]
+    plan: StepPlan | None = None
+    keys: tuple[int, ...] = ()
+    updates: Mapping[str, int] = field(default_factory=dict)
+    duplicates: Duplicates = field(default_factory=lambda: Duplicates({}))
+    issuing_events: frozenset[int] = frozenset()
+    misses: list[Observed] = field(default_factory=list)
+    misses_max: int = _MISSES_MAX
+
+
+def copy_sources(
+    prepared: PreparedBase, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[CopySource]:
+    """Yield the copies that may run after the step mark, separately for each optimizer."""
+    owners: dict[str, set[str]] = {}
+    for name in prepared.gated:
+        owner = prepared.shape.owners[name].optimizer or ""
+        owners.setdefault(owner, set()).add(name)
+    for owner, names in owners.items():
+        for shard, offset in zip(prepared.shards, prepared.offsets, strict=True):
+            for batch in plan_batches(shard.layout, tensors, names, offset=offset):
+                yield CopySource(owner, batch)
+
+
+def all_at_mark(sources: Sequence[CopySource], updates: Mapping[str, int]) -> tuple[Unit, ...]:
+    """Return units that issue everything at the step mark, the earliest known update first."""
+    by_owner: dict[str, list[Batch]] = {}
+    for source in sources:
+        by_owner.setdefault(source.owner, []).append(source.batch)
+    # Larger than any event: entries whose update was not observed go last.
+    last = len(by_owner) + max(updates.values(), default=0)
+    order = sorted(by_owner, key=lambda owner: updates.get(owner, last))
+    return tuple(Unit(0, owner, tuple(by_owner[owner])) for owner in order)
+
+
+def plan_units(
+    plan: StepPlan, sources: Sequence[CopySource]
+) -> tuple[tuple[Unit, ...], dict[torch.device, int]]:
+    """Return the copies of a plan, and the sizes of duplicates."""
+    groups: list[tuple[tuple[int, str, bool], list[tuple[Batch, tuple[float, float]]]]] = []
+    for departure in plan.departures:
+        source = sources[departure.chunk.item]
+        key = departure.event, source.owner, departure.duplicated
+        if not groups or groups[-1][0] != key:
+            groups.append((key, []))
+        batch = _cut(source.batch, departure.chunk.begin, departure.chunk.end)
+        groups[-1][1].append((batch, (departure.start_s, departure.end_s)))
+    sizes: dict[torch.device, int] = {}
+    units = []
+    for (event, owner, duplicated), found in groups:
+        # In file order: Dispatch.admit() takes the end of the last batch as the end of the unit.
+        found.sort(key=lambda pair: pair[0].begin)
+        batches = tuple(batch for batch, _ in found)
+        slots = tuple(_slot(batch, sizes) for batch in batches) if duplicated else ()
+        planned_s = tuple(times for _, times in found)
+        units.append(Unit(event, owner, batches, slots, planned_s))
+    return tuple(units), sizes
+
+
+def _slot(batch: Batch, sizes: dict[torch.device, int]) -> int:
+    device = (batch.sources[0] if batch.rearranged is None else batch.rearranged).device
+    begin = sizes.get(device, 0)
+    sizes[device] = begin + -(-(batch.end - batch.begin) // _SLOT_BYTES) * _SLOT_BYTES
+    return begin
+
+
+def _cut(batch: Batch, begin: int, end: int) -> Batch:
+    if begin == 0 and end == batch.end - batch.begin:
+        return batch
+    return Batch(batch.begin + begin, batch.begin + end, (batch.sources[0][begin:end],))
+
+
+def allocate_duplicates(sizes: Mapping[torch.device, int]) -> tuple[Duplicates, float] | None:
+    """Allocate device memory for duplicates.
+
+    Returns:
+        The memory, and the speed of duplication where it blocks the training thread (in host
+        memory; infinite on devices), in bytes per second. None if there is not enough memory.
+    """
+    try:
+        memory = {
+            device: torch.zeros(size, dtype=torch.uint8, device=device)
+            for device, size in sizes.items()
+        }
+    # Host memory that is short raises a plain RuntimeError.
+    except (torch.OutOfMemoryError, RuntimeError):
+        return None
+    speed = float("inf")
+    for device, some in memory.items():
+        half = some.numel() // 2
+        if device.type == "cpu" and half:
+            start_s = time.perf_counter()
+            some[:half].copy_(some[half : 2 * half])
+            speed = half / max(1e-9, time.perf_counter() - start_s)
+    return Duplicates(memory), speed
+
 
 _PROGRAMS_MAX = 4  # sequences of events with a plan
 _HISTORY = 16  # steps used to predict the next one's events

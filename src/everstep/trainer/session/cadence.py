@@ -28,7 +28,7 @@ from everstep.link.save import Save
 from everstep.plan.estimator import Estimator, FailurePrior
 from everstep.plan.interval import checkfreq_interval, seldom, without_log
 from everstep.seams import Clock
-from everstep.seams.stderr import print_line
+from everstep.seams.progress import print_line
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.budget.disk import (
@@ -38,7 +38,7 @@ from everstep.trainer.budget.disk import (
     budget_in_words,
     interval_steps_within,
 )
-from everstep.trainer.budget.log_limits import LogLimits
+from everstep.trainer.budget.host_memory import LogLimits
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.participant import Mark, Participant, RestoredState
 

@@ -27,8 +27,8 @@ from everstep.errors import (
 )
 from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
-from everstep.seams.stderr import print_line, print_line_to
-from everstep.state.survey.survey import Survey
+from everstep.seams.progress import print_line, print_line_to
+from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.session.calls import CallGuard

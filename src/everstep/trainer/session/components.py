@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.lane import CpuLane, Lane
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane, Lane
 from everstep.capture.update_hooks import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import OptionError
@@ -26,14 +26,14 @@ from everstep.trainer.budget.disk import Bounds, free_bytes
 from everstep.trainer.budget.host_memory import check_multistep_budget
 from everstep.trainer.checks.first_batches import FirstBatches
 from everstep.trainer.checks.keeper_replay import require_replayable, require_replicable
-from everstep.trainer.job.peer_nodes import refuse_single_base_with_peer
-from everstep.trainer.job.place import RunPlace
+from everstep.trainer.job.job import RunPlace
+from everstep.trainer.job.run_folder import refuse_single_base_with_peer
 from everstep.trainer.log.nonfinite import NonFiniteCheck
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.residuals import warn_of_unsaved_residuals
 from everstep.trainer.multistep.driver import MultistepDriver
-from everstep.trainer.multistep.ending import window_end
 from everstep.trainer.multistep.plan import replayable_gradient_bytes
+from everstep.trainer.multistep.window import window_end
 from everstep.trainer.participant import BaseSource, Participant
 from everstep.trainer.schedule.saver import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence

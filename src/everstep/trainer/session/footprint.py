@@ -14,11 +14,11 @@ from rich.filesize import decimal
 from everstep.config.intervals import History
 from everstep.config.options import Options
 from everstep.keeper.log.disk_space import folder_bytes
-from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.stderr import print_line
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.progress import print_line
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere
-from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.survey.survey import Shape
+from everstep.state.ranks.writers import RankInfo
+from everstep.state.survey import Shape
 from everstep.state.training_state import State
 from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.options import TierOptions
@@ -30,8 +30,8 @@ from everstep.trainer.budget.disk import (
     check_disk_budget,
     log_step_bytes,
 )
-from everstep.trainer.budget.first_update import shape_after_first_update
 from everstep.trainer.budget.host_memory import (
+    LogLimits,
     MemoryPlan,
     base_memory_bytes,
     bases_in_flight_max,
@@ -40,11 +40,11 @@ from everstep.trainer.budget.host_memory import (
     mark_memory_bytes,
     peer_log_bytes,
     plan_memory,
+    shape_after_first_update,
 )
-from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.checks.keeper_replay import why_inexact
-from everstep.trainer.job.peer_nodes import memory_notice, peer_notice
-from everstep.trainer.job.place import RunPlace
+from everstep.trainer.job.job import RunPlace
+from everstep.trainer.job.run_folder import memory_notice, peer_notice
 from everstep.trainer.log.residuals import residual_bytes
 
 _MARKED_MIN_BYTES = 1 << 20

@@ -16,11 +16,11 @@ import torch
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
+from everstep.link.assembly import Samples
 from everstep.link.channel import BackgroundChannel
-from everstep.link.samples import Samples
 from everstep.link.save import Save, complete
-from everstep.seams.processes.conditions import wait_all, wait_done
-from everstep.state.survey.survey import Survey
+from everstep.seams.processes.threads import wait_all, wait_done
+from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper

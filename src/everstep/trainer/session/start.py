@@ -11,10 +11,9 @@ from pathlib import PurePath
 
 from everstep.errors import RecoveryError, StateError
 from everstep.format.writer import ChunkRing
-from everstep.link.job_session import JobSession
+from everstep.link.messages import JobSession
 from everstep.restore.fetch.held import KeeperContents
-from everstep.restore.start.report import Resumed
-from everstep.restore.start.request import ResumeRequest
+from everstep.restore.start.report import Resumed, ResumeRequest
 from everstep.restore.start.resume import resume
 from everstep.run.folder import open_timeline, refuse_unresumed
 from everstep.run.scan import TimelineCache
@@ -23,8 +22,7 @@ from everstep.state.training_state import State
 from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.copies import with_source
-from everstep.trainer.job.job import resume_as_job_of_one
-from everstep.trainer.job.place import RunPlace
+from everstep.trainer.job.job import RunPlace, resume_as_job_of_one
 from everstep.trainer.log.residuals import warn_of_unsaved_residuals
 
 

@@ -29,10 +29,10 @@ from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
-from everstep.state.layout.names import RNG_SECTION
-from everstep.state.survey.survey import Survey
+from everstep.state.layout.entries import RNG_SECTION
+from everstep.state.survey import Survey
 from everstep.state.training_state import State
-from everstep.trainer.base.mark_state import LastMark, MarkSnapshot
+from everstep.trainer.base.prepared_base import LastMark, MarkSnapshot
 from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
 from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
 from everstep.trainer.log.untracked_writes import WatchedTensors

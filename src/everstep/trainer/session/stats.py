@@ -13,7 +13,7 @@ from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.multistep.measurements import MultistepReport
 from everstep.trainer.participant import Participant, RestoredState
-from everstep.trainer.schedule.stats import ScheduleStats
+from everstep.trainer.schedule.scheduler import ScheduleStats
 
 _LINE_CHARS = 100
 

@@ -1,0 +1,684 @@
+"""Lane of CUDA devices: copies run on a side stream, and updates wait for them there.
+
+The training thread only sets the starting point: the side stream waits for the work enqueued on the
+current stream so far (the update that made the state); at the gate, the current stream waits for
+the copies of what it is about to overwrite. A separate thread enqueues the copies, which takes some
+microseconds for each of hundreds, during which the device would be idle between two steps. The gate
+waits for that thread, which has usually finished long before. Only the lane's thread waits on the
+CPU; it follows the progress of the copies (DataStates-LLM, section V; I1; docs/design/capture.md).
+
+Why a thread, and not a progress word that the device writes after its copies: with torch alone,
+that would be one more asynchronous copy, of 8 bytes, on the same stream. Streams promise that it
+starts after the copies before it have ended, and CUDA promises that copied bytes are visible to the
+host *after waiting for an event or stream*; it promises nothing to a process that polls. Devices
+may be configured to let writes to host memory overtake each other (PCIe relaxed ordering), and a
+word that arrives before its bytes would make the keeper write, and sign, bytes that are not there.
+``cuStreamWriteValue64`` does promise the order, by a fence of system scope before the word, but
+torch does not offer it. So the thread waits for an event, which makes the bytes visible here, and
+then sets the word by a store, whose order the arena keeps. It sleeps while it waits
+(``blocking=True``) instead of spinning on a core, and wakes once per 64 MiB.
+
+Work not ordered before the current stream is not ordered before the copies either: training on
+another stream than the current one at ``step()`` and ``save()`` must make that one wait first, as
+for any other use of the parameters.
+
+The threads here exclude themselves from CUDA graphs that are captured meanwhile
+(:mod:`everstep.capture.cuda`). The capture of an update is refused here.
+
+Coexistence with CUDA graphs that the user captures; none of them may contain an update.
+
+While a graph is captured in torch's default mode, CUDA refuses potentially unsafe calls of any
+other thread (pinning memory, waiting for an event), and the capture fails. everstep's calls are
+safe: they use only streams of their own. A thread can declare this for itself
+(``cuThreadExchangeStreamCaptureMode``), as torch does in its threads that wait for NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from everstep.capture.batches import Batch, Runs
+from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
+from everstep.capture.pinned import PinnedAhead, PinnedMemory
+from everstep.errors import OutOfSpaceError, StateError
+from everstep.seams.machine import use_thread_local_captures
+from everstep.seams.processes.threads import IoThreads, Outcome, wait_done
+from everstep.state.values.tensors import byte_view
+
+_cuda: Any = torch.cuda
+_said = threading.local()
+
+
+def ignore_graph_captures() -> None:
+    """Exclude the calling thread from graph captures of other threads.
+
+    Call it in a thread of a lane before it waits for events or pins memory; it acts once per
+    thread. If the driver has no such call, captures fail while copies are made.
+    """
+    if getattr(_said, "it", False) or not _cuda.is_initialized():
+        return
+    _said.it = True
+    use_thread_local_captures()
+
+
+def refuse_graph_capture() -> None:
+    """Refuse an update or a save inside the capture of a graph; call it on any machine.
+
+    Raises:
+        StateError: the current stream is being captured into a CUDA graph.
+    """
+    # Only once CUDA is in use: without tensors on CUDA devices everstep calls no CUDA function.
+    if _cuda.is_initialized() and _cuda.is_current_stream_capturing():
+        raise StateError(
+            "optimizer.step(), save() or ckpt.step() is being captured into a CUDA graph: its "
+            "replays would change the state unnoticed",
+            hint="capture forward and backward only, and call optimizer.step() and ckpt.step() "
+            "outside of the graph",
+        )
+
+
+Reached = tuple[int, Any, torch.device]
+"""End of a group of batches, event after their copies, and their device."""
+
+
+class Enqueued(NamedTuple):
+    """Copies enqueued on devices.
+
+    Attributes:
+        reached: ends of groups of batches, with the events after them.
+        first: event before the first copy, by device.
+        begun: events after the copies that were begun before an error.
+        error: reason why not all copies were enqueued.
+    """
+
+    reached: Sequence[Reached] = ()
+    first: Mapping[torch.device, Any] = MappingProxyType({})
+    begun: Sequence[Any] = ()
+    error: BaseException | None = None
+
+    def events(self) -> Iterable[Any]:
+        """Return events after all enqueued copies."""
+        return [*(event for _, event, _ in self.reached), *self.begun]
+
+    def copied_s(self) -> float | None:
+        """Return the duration of the copies on the slowest device; all must be complete."""
+        last = {device: event for _, event, device in self.reached}
+        taken_ms = [self.first[device].elapsed_time(event) for device, event in last.items()]
+        return max(taken_ms) / 1e3 if taken_ms else None
+
+    def failed(self, error: BaseException, begun: Sequence[Any] = ()) -> Enqueued:
+        """Return the same with an error.
+
+        The frames of its traceback are dropped, because they may hold much of the memory that was
+        short.
+        """
+        found: BaseException | None = error
+        while found is not None:
+            found.__traceback__ = None
+            found = found.__cause__ or found.__context__
+        return self._replace(begun=begun, error=error)
+
+
+Issued = Future[Enqueued]
+"""Future of the enqueued copies; cancelled if the call was interrupted before it began."""
+
+
+class Issuer:
+    """Thread that enqueues copies, one capture after the other.
+
+    Args:
+        thread: a pool of one thread; closed with this object.
+    """
+
+    def __init__(self, thread: IoThreads) -> None:
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._issued: list[Issued] = []  # may not be enqueued yet
+
+    def issue(self, enqueue: Callable[[], Enqueued]) -> Issued:
+        """Enqueue copies in the thread; ``enqueue`` returns its error and events in the result."""
+        # Not a plain Future: a Ctrl-C while the gate waits for it could leave its lock taken
+        # forever.
+        issued: Issued = Outcome()
+
+        def work() -> None:
+            if not issued.set_running_or_notify_cancel():
+                return
+            try:
+                found = enqueue()
+            except BaseException as error:  # a caller may wait for the result without a timeout
+                found = Enqueued().failed(error)
+            issued.set_result(found)
+
+        # Listed before it begins: releasing memory waits for it, even if this call is interrupted
+        # before it returns.
+        with self._lock:
+            self._issued = [*(one for one in self._issued if not one.done()), issued]
+        try:
+            self._thread.submit(work)
+        except BaseException:
+            # The job may be in the queue already; once cancelled it does nothing.
+            issued.cancel()
+            raise
+        return issued
+
+    def under_way(self) -> list[Issued]:
+        """Return the captures that may not be enqueued yet."""
+        with self._lock:
+            return [one for one in self._issued if not one.done()]
+
+    def close(self) -> None:
+        """End the thread, after all issued work."""
+        self._thread.close()
+
+
+_EVENT_BYTES = 64 << 20  # bytes between two events: a millisecond of a fast link
+_DUPLICATES_BYTES_MAX = 256 << 20  # on the devices, in one call of copy_now()
+_AT_ONCE_BYTES = 256 << 10  # of host memory: faster to copy than to wake another thread
+
+_Behind = dict[torch.device, tuple[Any, Any]]
+"""Side stream of each device, and the event that it waits for first."""
+
+
+class _Split(NamedTuple):
+    """Batches on CUDA devices, and batches in host memory.
+
+    Small batches in host memory are copied at once, large ones by the lane's thread.
+    """
+
+    ours: Sequence[Batch]
+    devices: Sequence[torch.device]
+    small: Sequence[Batch]
+    large: Sequence[Batch]
+
+
+def moment_on(tensor: torch.Tensor) -> Any:
+    """Return a timing event after all work enqueued so far on the tensor's device.
+
+    It has ``query()``, and ``elapsed_time(other)`` in milliseconds. None if the tensor is not on a
+    CUDA device.
+    """
+    device = _device(tensor)
+    return _event(_cuda.current_stream(device)) if device.type == "cuda" else None
+
+
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor is in the memory of a CUDA device."""
+    return _device(tensor).type == "cuda"
+
+
+class CudaLane:
+    """One side stream per device, and one more for yielding copies.
+
+    Tensors in host memory, which most states contain as well (Adam's step counters), are copied by
+    ``host``, whose thread is also this lane's thread.
+
+    Args:
+        host: lane of host memory; closed with this lane.
+    """
+
+    def __init__(self, host: CpuLane) -> None:
+        self._host = host
+        self._streams: dict[torch.device, Any] = {}
+        self._yielding: dict[torch.device, Any] = {}
+        self._pinned: PinnedMemory | None = None
+        self._ahead = PinnedAhead(lambda slice_: host.run(partial(_beside_captures, slice_)))
+        self._issuer = Issuer(host.thread("everstep-issue"))
+
+    def warm(
+        self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
+    ) -> None:
+        """Pin ``block`` in the lane's thread, which does its other work between two slices."""
+        first = _first_device(tensors)
+        if first is None:  # all of them have been moved back to host memory
+            self._host.warm((), block, take)
+            return
+        self._ahead.make_ready(self._pinned_of(block, first), block, take)
+
+    def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
+        pinned = self._pinned
+        if _first_device(tensors) is None:
+            return self._host.ready_bytes((), block)
+        return pinned.ready_bytes(block) if pinned is not None and pinned.holds(block) else 0
+
+    def leave(self) -> None:
+        """Unpin the arena, and no longer keep it mapped."""
+        # First: a slice that is still queued must not pin memory again after the release.
+        self._ahead.stop()
+        pinned = self._pinned
+        self._pinned = None
+        if pinned is not None:
+            # After all copies begun so far: until then a device may write to the pages.
+            self.run(pinned.release)
+
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        """Copy via duplicates, made in the order of the current stream, so that the sources may
+        change.
+
+        Tensors beyond the limit for duplicates are copied themselves, and the current stream waits.
+        """
+        split = self._split(batches)
+        # Small and large ones here: the sources may change as soon as this returns.
+        self._host.copy_now(split.small, block)
+        self._host.copy_now(split.large, block)
+        if not split.ours:
+            return
+        refuse_graph_capture()
+        pinned = self._pinned_of(block, split.devices[0])
+        pinned.pin(block, at_once=True)
+        duplicates = []
+        others = []
+        left_bytes = _DUPLICATES_BYTES_MAX
+        for batch in split.ours:
+            size = batch.end - batch.begin
+            if size <= left_bytes:
+                # A device without free memory is treated like the limit: no duplicate, and the
+                # stream waits.
+                with contextlib.suppress(OutOfSpaceError):
+                    # Memory that was allocated on another stream could be reused there before this
+                    # copy ends.
+                    _use(batch, _cuda.current_stream(_device_of(batch)))
+                    duplicates.append(Batch(batch.begin, batch.end, (_packed(batch),)))
+                    left_bytes -= size
+                    continue
+            others.append(batch)
+        # The events are recorded after the duplicates were enqueued: side streams read those next.
+        behind = self._behind_current(split.devices)
+        # No stream has to wait for these: their sources are private. _begun() covers them.
+        self._enqueue(duplicates, block, pinned, behind, [], {})
+        reached: list[Reached] = []
+        self._enqueue(others, block, pinned, behind, reached, {})
+        self._hold_back(reached)
+
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        return self._submit(batches, block, progress, yielding=False)
+
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        """Copy on another side stream.
+
+        The device alternates between the two, so copies that do not yield get half of the link, not
+        all of it.
+        """
+        return self._submit(batches, block, progress, yielding=True)
+
+    def _submit(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress, *, yielding: bool
+    ) -> Transfer:
+        split = self._split(batches)
+        # Waiting for an event of a stream that is being captured would draw the side stream into
+        # the graph.
+        if split.ours:
+            refuse_graph_capture()
+        # Earlier copies of this capture by copy_now(), on any device, lie anywhere in the block:
+        # progress is reported only after them.
+        marks = self._begun()
+        issued: Issued | None = None
+        if split.ours:
+            pinned = self._pinned_of(block, split.devices[0])
+            behind = self._behind_current(split.devices, yielding=yielding)
+            issued = self._issue(split.ours, block, pinned, behind)
+        self._host.copy_now(split.small, block)
+        large = split.large
+        submit = self._host.submit_yielding if yielding else self._host.submit
+        hosted = submit(large, block, lambda end: None) if large else None
+        transfer = CudaTransfer(issued, hosted, large)
+        end = batches[-1].end if batches else 0
+        # Evaluated in this thread: it adds streams, while the function below runs in the lane's
+        # thread.
+        here = self._here()
+
+        def watch() -> None:
+            ignore_graph_captures()
+            try:
+                if hosted is not None:
+                    hosted.wait(
+                        0.0
+                    )  # already over: it was queued earlier in this thread; may raise
+                with here:
+                    for mark in marks:
+                        mark.synchronize()
+                    if issued is not None:
+                        # Without a timeout: the issuing thread sets a result in any case, an error
+                        # included.
+                        _done(issued, None)
+                        for upto, event, _ in issued.result().reached:
+                            event.synchronize()
+                            progress(upto)
+                        if (error := issued.result().error) is not None:
+                            raise error
+                        # The time of copies by the host is not on the device's clock.
+                        if hosted is None:
+                            transfer.copied_s = issued.result().copied_s()
+                # Batches in host memory have reported no progress of their own.
+                if end:
+                    progress(end)
+            except BaseException as error:
+                transfer.end(error)
+                raise
+            transfer.end()
+
+        self._host.run(watch)
+        return transfer
+
+    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().cpu()
+
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        """Run ``job`` after all copies begun so far, whether or not a caller waits for them.
+
+        Fetches from a device within ``job`` use the side streams, so they do not wait for work that
+        training has enqueued meanwhile.
+        """
+        streams = list(self._streams.values())
+        here = self._here()
+        # In this order: captures enqueued before this line are covered by the events of `begun`.
+        issued = self._issuer.under_way()
+        begun: list[Any] = []
+        # A failed device makes no more copies, and its transfers raise the error. The job must run
+        # all the same, because it may release memory.
+        with contextlib.suppress(RuntimeError):
+            begun = self._begun()
+
+        def behind() -> None:
+            ignore_graph_captures()
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(RuntimeError):
+                    stack.enter_context(here)
+                    for event in begun:
+                        event.synchronize()
+                for one in issued:
+                    _done(one, None)
+                    with contextlib.suppress(RuntimeError):
+                        for event in _enqueued(one).events():
+                            event.synchronize()
+                with contextlib.suppress(RuntimeError):
+                    for stream in streams:
+                        stack.enter_context(_cuda.stream(stream))
+                job()
+
+        return self._host.run(behind)
+
+    def close(self) -> None:
+        """End the threads, after all queued work, and unpin the arena."""
+        self.leave()
+        # Before the lane's thread, whose jobs wait for results of this one.
+        self._issuer.close()
+        self._host.close()
+
+    def _pinned_of(self, block: torch.Tensor, device: torch.device) -> PinnedMemory:
+        if self._pinned is not None and not self._pinned.holds(block):  # arena of a new keeper
+            self.leave()
+        if self._pinned is None:
+            self._pinned = PinnedMemory(block, device)
+        return self._pinned
+
+    def _split(self, batches: Sequence[Batch]) -> _Split:
+        if isinstance(batches, Runs) and isinstance(batches.split, _Split):
+            return batches.split
+        ours: list[Batch] = []
+        small: list[Batch] = []
+        large: list[Batch] = []
+        for batch in batches:
+            if _device_of(batch).type == "cuda":
+                ours.append(batch)
+            else:
+                (small if _small(batch) else large).append(batch)
+        devices = list(dict.fromkeys(map(_device_of, ours)))
+        split = _Split(ours, devices, small, large)
+        if isinstance(batches, Runs):
+            batches.split = split
+        return split
+
+    def _issue(
+        self, batches: Sequence[Batch], block: torch.Tensor, pinned: PinnedMemory, behind: _Behind
+    ) -> Issued:
+        """Enqueue the copies in the issuing thread."""
+
+        def enqueue() -> Enqueued:
+            reached: list[Reached] = []
+            first: dict[torch.device, Any] = {}
+            found = Enqueued(reached, first)
+            ignore_graph_captures()
+            try:
+                # A thread without a current device would switch to the first one on leaving a
+                # device context, and create a context there.
+                with _cuda.device(next(iter(behind))):
+                    try:
+                        pinned.pin(block)
+                        self._enqueue(batches, block, pinned, behind, reached, first)
+                    except Exception as error:
+                        # Copies begun before the error still write to the block: run() waits for
+                        # these events before memory is released.
+                        begun: list[Any] = []
+                        with contextlib.suppress(RuntimeError):
+                            begun = [_event(stream) for stream, _ in behind.values()]
+                        return found.failed(error, begun)
+            except Exception as error:  # the device itself has failed
+                return found.failed(error)
+            return found
+
+        return self._issuer.issue(enqueue)
+
+    def _enqueue(
+        self,
+        batches: Sequence[Batch],
+        block: torch.Tensor,
+        pinned: PinnedMemory,
+        behind: _Behind,
+        reached: list[Reached],
+        first: dict[torch.device, Any],
+    ) -> None:
+        # Before the first copy: the update that made the state must have ended.
+        for stream, moment in behind.values():
+            moment.wait(stream)
+        for device, group in itertools.groupby(batches, key=_device_of):
+            stream, _ = behind[device]
+            # Recorded after the wait above, so that the end of the update does not count as
+            # copying.
+            if device not in first:
+                first[device] = _event(stream)
+            with _cuda.stream(stream):
+                for end, parts, targets in _runs(group, stream, block, pinned):
+                    _send(parts, targets)
+                    reached.append((end, _event(stream), device))
+
+    def _behind_current(
+        self, devices: Iterable[torch.device], *, yielding: bool = False
+    ) -> _Behind:
+        """Return the side streams, with events after all work on the current streams."""
+        streams = self._yielding if yielding else self._streams
+        found: _Behind = {}
+        for device in devices:
+            if device not in streams:
+                streams[device] = _cuda.Stream(device)
+            # Recorded in the training thread, before it enqueues work that the copies must not wait
+            # for.
+            found[device] = streams[device], _event(_cuda.current_stream(device))
+        return found
+
+    def _here(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which one of this lane's devices is current, for the lane's thread.
+
+        In a thread without a current device, CUDA creates a context on the first device, which
+        takes some hundred MB there; that device may belong to another rank.
+        """
+        device = next(iter([*self._streams, *self._yielding]), None)
+        return contextlib.nullcontext() if device is None else _cuda.device(device)
+
+    def _begun(self) -> list[Any]:
+        """Return events after all copies begun so far."""
+        return [_event(stream) for stream in [*self._streams.values(), *self._yielding.values()]]
+
+    def _hold_back(self, reached: Sequence[Reached]) -> None:
+        """Make the current streams wait for copies."""
+        for device, event in {device: event for _, event, device in reached}.items():
+            event.wait(_cuda.current_stream(device))
+
+
+class CudaTransfer(CpuTransfer):
+    """Copies on side streams, and copies of host memory in the lane's thread.
+
+    Args:
+        issued: copies on side streams, in the order of their ends; None if there are none.
+        hosted: copies in the thread, of the batches ``large``, if there are any.
+    """
+
+    def __init__(
+        self, issued: Issued | None, hosted: Transfer | None, large: Sequence[Batch]
+    ) -> None:
+        super().__init__()
+        self._issued = issued
+        self._hosted = hosted
+        self._large = large
+
+    def gate(self, end: int, timeout_s: float) -> bool:
+        """Make the current stream of each device wait.
+
+        The CPU waits only until the copies are enqueued, and for copies of host memory.
+        """
+        if end <= 0:
+            return True
+        # The events to wait for exist only after the copies were enqueued.
+        if self._issued is not None and not _done(self._issued, timeout_s):
+            return False
+        last: dict[torch.device, Any] = {}
+        for upto, event, device in self._reached():
+            # The ends ascend, because copies are enqueued in file order, and on one stream a later
+            # event covers all earlier ones.
+            last[device] = event
+            if upto >= end:
+                break
+        for device, event in last.items():
+            event.wait(_cuda.current_stream(device))
+        if self._hosted is None:
+            return True
+        ends = [batch.end for batch in self._large if batch.begin < end]
+        return not ends or self._hosted.gate(ends[-1], timeout_s)
+
+    def _reached(self) -> Sequence[Reached]:
+        return () if self._issued is None else _enqueued(self._issued).reached
+
+
+def _runs(
+    batches: Iterable[Batch], stream: Any, block: torch.Tensor, pinned: PinnedMemory
+) -> Iterator[tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
+    """Yield groups of copies, one for each event: their end, sources and targets.
+
+    To be called with the side stream as current stream.
+    """
+    parts: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    since_bytes = end = 0
+    for batch in batches:
+        _use(batch, stream)
+        # A packed tensor is allocated on the side stream, so its memory is reused only in the order
+        # of that stream.
+        flat = batch.sources[0] if len(batch.sources) == 1 else _packed(batch)
+        for first, last in pinned.pieces(block, batch.begin, batch.end):
+            parts.append(flat[first - batch.begin : last - batch.begin])
+            targets.append(block[first:last])
+        end = batch.end
+        since_bytes += end - batch.begin
+        if since_bytes >= _EVENT_BYTES:
+            yield end, parts, targets
+            parts = []
+            targets = []
+            since_bytes = 0
+    if parts:
+        yield end, parts, targets
+
+
+def _small(batch: Batch) -> bool:
+    return batch.end - batch.begin < _AT_ONCE_BYTES
+
+
+def _beside_captures(job: Callable[[], None]) -> None:
+    ignore_graph_captures()
+    job()
+
+
+def _first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the CUDA device of the first tensor that is on one."""
+    devices = (device for tensor in tensors if (device := _device(tensor)).type == "cuda")
+    return next(devices, None)
+
+
+def _device_of(batch: Batch) -> torch.device:
+    return _device(batch.rearranged if batch.rearranged is not None else batch.sources[0])
+
+
+def _use(batch: Batch, stream: Any) -> None:
+    for tensor in batch.sources:
+        _used_on(tensor, stream)
+    if batch.rearranged is not None:
+        _used_on(batch.rearranged, stream)
+
+
+def _enqueued(issued: Issued) -> Enqueued:
+    """Return the result; an empty one if the work was cancelled."""
+    return Enqueued() if issued.cancelled() else issued.result()
+
+
+# --- Replaced by tests that emulate a device --------------------------------------------
+
+
+def _done(issued: Issued, timeout_s: float | None) -> bool:
+    """Wait until the copies are enqueued, or have failed."""
+    if timeout_s is None:
+        return bool(wait([issued]).done)
+    return issued.done() or wait_done(issued, timeout_s)
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    return tensor.device
+
+
+def _event(stream: Any) -> Any:
+    """Return an event after all work enqueued on the stream."""
+    event = _cuda.Event(enable_timing=True, blocking=True)  # a waiting thread sleeps
+    event.record(stream)
+    return event
+
+
+def _packed(batch: Batch) -> torch.Tensor:
+    """Return the bytes of a batch in memory of their own, on its device.
+
+    Raises:
+        OutOfSpaceError: the device has no memory for them.
+    """
+    try:
+        if batch.rearranged is None:
+            return batch.sources[0].clone() if len(batch.sources) == 1 else torch.cat(batch.sources)
+        # Resolved here: an asynchronous copy to the host would resolve before its data is ready.
+        return byte_view(batch.rearranged.resolve_conj().resolve_neg().contiguous())
+    except torch.OutOfMemoryError as error:
+        raise OutOfSpaceError(
+            f"the GPU has no {batch.end - batch.begin} bytes of free memory to rearrange tensors "
+            "into the order of the file",
+            hint="leave that much GPU memory free",
+        ) from error
+
+
+def _send(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copy to pinned host memory, in the order of the current stream.
+
+    One call for all: after each call, the interpreter lock would have to be taken back from
+    training.
+    """
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
+def _used_on(tensor: torch.Tensor, stream: Any) -> None:
+    """Keep the tensor's memory from reuse until the stream is done with it, even if it is freed."""
+    tensor.record_stream(stream)
