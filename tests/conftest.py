@@ -45,7 +45,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from everstep.replay import engine  # noqa: E402
 from everstep.seams import failpoints  # noqa: E402
-from everstep.trainer.budget import first_update  # noqa: E402
+from everstep.trainer.budget import host_memory  # noqa: E402
 from everstep.workloads.gpt import GPTConfig  # noqa: E402
 from everstep.workloads.training import (  # noqa: E402
     Training,
@@ -122,7 +122,7 @@ def pytest_collection_finish() -> None:
 def first_updates_are_known() -> Iterator[None]:
     """Ask an optimizer of a class only once what it will keep of a tensor of a form."""
     known: dict[Any, Any] = {}
-    ask = first_update._kept
+    ask = host_memory._kept
 
     def kept(kind: type, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
         options = repr({key: value for key, value in group.items() if key != "params"})
@@ -132,7 +132,7 @@ def first_updates_are_known() -> Iterator[None]:
         return known[form]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_update, "_kept", kept)
+        patch.setattr(host_memory, "_kept", kept)
         yield
 
 

@@ -387,7 +387,7 @@ def test_failpoints_that_are_right(source: str) -> None:
     [
         ("everstep.trainer.session.components", 'print("text", file=sys.stderr)'),
         ("everstep.checkpointer", "def f(say=print):\n    print_line(1)"),
-        ("everstep.seams.progress", 'print("text", flush=True)'),
+        ("everstep.seams.machine", 'print("text", flush=True)'),
         ("everstep.keeper.__main__", "print()"),
     ],
 )

@@ -2,7 +2,12 @@
 
 Read in this order:
 
-``lanes``             ordered copies from a device into host memory
+``lane``              contract of a lane: ordered copies from a device into host memory; the lane
+                      for tensors in host memory
+``batches``           grouping of tensors into copies
+``cuda``              lane for CUDA devices: side streams, a thread that enqueues the copies
+``pinned``            pinned host memory that CUDA devices copy into
+``devices``           choice of the lane by the tensors' devices
 ``update_hooks``      hooks on optimizers: count updates, and hold them back until copies are made
 ``dispatch``          copies issued at planned events of a step (``schedule``); events of a training
                       step, as seen by hooks

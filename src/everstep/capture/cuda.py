@@ -22,8 +22,8 @@ Work not ordered before the current stream is not ordered before the copies eith
 another stream than the current one at ``step()`` and ``save()`` must make that one wait first, as
 for any other use of the parameters.
 
-The threads here exclude themselves from CUDA graphs that are captured meanwhile
-(:mod:`everstep.capture.cuda`). The capture of an update is refused here.
+The threads here exclude themselves from CUDA graphs that are captured meanwhile. The capture of an
+update is refused here.
 
 Coexistence with CUDA graphs that the user captures; none of them may contain an update.
 

@@ -9,7 +9,9 @@ Read in this order:
 ``optimizer_step``  the optimizer's own ``step()``, on complete tensors and without hooks
 ``functional``      torch's functional forms of SGD, Adam and AdamW
 ``self_test``       trials without which the fast path is not used
-``fused``           the fast path: several updates in one pass over the state
+``blocked``         the fast path: several updates in one pass over the state, block by block; programs
+                    of operators where torch has no kernel
+``cuts``            parts of tensors on which torch's kernels compute the same bits
 
 Runs in the training process, in commands, and in the keeper's replica. Nothing here depends on
 checkpoints.

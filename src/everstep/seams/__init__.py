@@ -4,16 +4,20 @@ No other package opens, renames, syncs or deletes a file (``tests/project/test_t
 Tests replace these objects, so every operation can be made to fail, to be torn by a crash, or to be
 lost. The package is used in the training process and in the keeper process. Read in this order:
 
-``files``        the file-system contract, Linux's implementation, locks, stall detection
+``filesystem``   the file-system contract; detection of storage that hangs
+``posix``        Linux's implementation of it
+``locks``        files and bytes locked during the lifetime of a process
 ``clock``        wall time, monotonic time, time during which this process runs
 ``memory``       memory shared between processes
 ``processes``    starting and watching processes; threads, conditions, signals
-``network``      messages between ranks, Unix sockets, ``torch.distributed``
+``mailbox``      messages between ranks
+``sockets``      Unix sockets
+``group``        ``torch.distributed``
 ``machine``      properties of this machine
 ``fingerprint``  versions and hardware that bit-exact results depend on
 ``gather``       fast reads of scattered elements in host memory
 ``failpoints``   named places at which tests and the demo kill the process
-``stderr``, ``progress``  lines on standard error
+``progress``     lines on standard error; progress of long work
 """
 
 from __future__ import annotations

@@ -5,9 +5,12 @@ Imports go down this list from the last line to the first. Read in this order:
 
 ``layout``          entries, placements over ranks, offsets in files, reserved names
 ``values``          tensors, plain objects and random generators, as entries and as bytes
-``survey``          the state at one moment; who owns each entry; guards of unchanged sections
-``loaders``         positions of data loaders
+``survey``          tensors, entries and objects of the state at one moment
+``ownership``       the owner of each entry between two bases: optimizer, log, declared update
+``guards``          checks that a module or an optimizer is unchanged since the last survey
+``positions``       positions of data loaders
 ``providers``       one provider per value of the state dict: survey and restore it
 ``ranks``           state on several ranks: the writer, and the log, of replicated state
 ``training_state``  ``State``: the user's state dict as a whole
+``coverage``        parts of the training that the state does not contain
 """

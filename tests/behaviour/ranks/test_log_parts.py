@@ -21,7 +21,7 @@ from everstep.restore.fetch import start_channel
 from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record
-from everstep.restore.start import log_exchange, rank_log, rank_sources
+from everstep.restore.start import rank_log, rank_sources
 from everstep.restore.start.rank_log import decode_records, encode_records
 from everstep.seams import ReadFile
 from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
@@ -172,10 +172,10 @@ def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
 def test_parts_come_in_pieces_and_a_few_steps_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (log_exchange, start_channel):
+    for module in (rank_log, start_channel):
         monkeypatch.setattr(module, "CHUNK_BYTES", 100)
     monkeypatch.setattr(start_channel, "_IN_FLIGHT_MAX", 2)
-    monkeypatch.setattr(log_exchange, "_CACHE_BYTES", 1)
+    monkeypatch.setattr(rank_log, "_CACHE_BYTES", 1)
     monkeypatch.setattr(rank_log, "_FETCH_BYTES_MAX", 1)
     paths = folders(tmp_path, shared=False)
     until(paths, 7)

@@ -22,7 +22,7 @@ from everstep.arena.memory import Arena
 from everstep.capture.batches import plan_batches
 from everstep.capture.lane import CpuLane, LiveBody
 from everstep.errors import DamageError, DeadlineError, FormatError
-from everstep.format import plan, writer
+from everstep.format import header, writer
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import LENGTH_BYTES, ShardIdentity, plan_files
 from everstep.format.reader import read_body, read_header, read_record_bytes
@@ -169,7 +169,7 @@ def test_many_entries_are_split_over_several_files(
 ) -> None:
     """Long before safetensors' limit; here with a small one. Ties stay where their entry is."""
     monkeypatch.setattr(
-        plan, "plan_shards", lambda entries: plan_shards(entries, header_bytes_max=3000)
+        header, "plan_shards", lambda entries: plan_shards(entries, header_bytes_max=3000)
     )
     tensors: dict[str, Any] = {f"t{n:02}": torch.full((n,), float(n)) for n in range(20)}
     tensors["tie"] = tensors["t03"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.plan import estimator
+from everstep.plan import estimator as module
 from everstep.plan.estimator import (
     LONGEST_S,
     PRICE_SHARE,
@@ -113,10 +113,10 @@ def test_nothing_is_chosen_before_enough_was_measured() -> None:
     assert slow.choose() == 1
 
 
-@pytest.mark.parametrize("near", [estimator._NEAR, 0.0])
+@pytest.mark.parametrize("near", [module._NEAR, 0.0])
 def test_noise_of_the_disk_changes_nothing(near: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would, without what is left alone."""
-    monkeypatch.setattr(estimator, "_NEAR", near)
+    monkeypatch.setattr(module, "_NEAR", near)
     draw = random.Random(5)
     estimator, changes = fed(BatchEstimator(10, 1000), (0.5, 0.2, 1.0), rounds=30), 0
     for _ in range(300):

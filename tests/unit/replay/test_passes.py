@@ -13,7 +13,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import blocked, programs, self_test
+from everstep.replay import blocked, self_test
 from everstep.replay.blocked import Blocked
 from everstep.replay.updates import Update
 from tests.support.replays import Run, record, replayed, replayer_at, tensors_of
@@ -98,7 +98,7 @@ def test_every_bit_is_that_of_torch(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 def test_other_dtypes(kind: Any, dtype: torch.dtype, ran: list[int]) -> None:
-    """Also with factors that half precision cannot hold: see ``programs._times``."""
+    """Also with factors that half precision cannot hold: see ``blocked._times``."""
     telling = {"momentum": 0.9} if kind is SGD else {"betas": (0.9, 0.95)}
     for options in ({"weight_decay": 0.1}, {"weight_decay": 0.1, "lr": 0.3, **telling}):
         run = trained(kind, options, shapes=LARGE, dtype=dtype)
@@ -180,7 +180,7 @@ def test_steps_that_float32_cannot_count(ran: list[int]) -> None:
     """One more is the same number there: torch stays at it, and so must replay."""
     run = record(lambda groups: AdamW(groups), steps=1, late=False, shapes=LARGE)
     for values in run.optimizer.state.values():
-        values["step"].fill_(programs.COUNT_MAX - 2)
+        values["step"].fill_(blocked.COUNT_MAX - 2)
     run.moments[-1] = run.moment()
     for lsn in range(2, 6):
         given = tensors_of(shapes=LARGE)
@@ -203,7 +203,7 @@ def test_what_the_self_test_does_not_prove_is_not_used(
 ) -> None:
     """A torch that computes something else in a hundredth of all elements, or with numbers that
     are one bit off."""
-    own, own_numbers, used = programs.program(AdamW), programs.numbers, []
+    own, own_numbers, used = blocked.program(AdamW), blocked.numbers, []
 
     def astray(parameters: Any, *rest: Any) -> None:
         assert own is not None
@@ -232,14 +232,14 @@ def test_without_torchscript(monkeypatch: pytest.MonkeyPatch, ran: list[int]) ->
     def refused(function: Callable[..., None]) -> None:
         raise RuntimeError("not in this Python")
 
-    programs._compiled.cache_clear()
+    blocked._compiled.cache_clear()
     monkeypatch.setattr(torch.jit, "script", refused)
     try:
         run = record(lambda groups: AdamW(groups), steps=4, late=False, shapes=LARGE)
         assert replayed(run, 1, 0).exact.exact
         assert set(ran) == {0}
     finally:
-        programs._compiled.cache_clear()
+        blocked._compiled.cache_clear()
 
 
 def test_an_error_in_one_thread_ends_all_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_the_self_test_mixes_memory_orders(
 ) -> None:
     """Those that blocks take: in half precision none."""
     seen: set[bool] = set()
-    own = programs.program(SGD)
+    own = blocked.program(SGD)
 
     def looking(parameters: Any, moments: Any, gradients: Any, *rest: Any) -> None:
         assert own is not None
@@ -301,8 +301,8 @@ def test_factors_that_tell_do_so_in_whatever_they_come() -> None:
 
 
 def _with_plain_factors(folder: Path) -> Any:
-    """``programs`` as it would be without ``_times``."""
-    source, line = inspect.getsource(programs), "    return one.mul_("
+    """``blocked`` as it would be without ``_times``."""
+    source, line = inspect.getsource(blocked), "    return one.mul_("
     assert source.count(line) == 1
     file = folder / "plain.py"
     file.write_text(source.replace(line, "    return tensor.mul_(factor)  # " + line.strip()))

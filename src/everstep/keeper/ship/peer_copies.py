@@ -3,7 +3,7 @@ others.
 
 Exchange bases and logs with the keepers of other ranks, in one thread of the keeper.
 
-It sends this rank's bases (:mod:`.senders`) and log (:mod:`.senders`) to the memory of its
+It sends this rank's bases and log (:mod:`.senders`) to the memory of its
 peer, and receives those of other ranks (:mod:`everstep.keeper.held`). The receiver verifies the
 digests. Rank 0 decides which base is sent when (:class:`everstep.commit.peer_copies.CopyRounds`).
 Training is not involved.

@@ -2,7 +2,8 @@
 
 Read in this order:
 
-- ``prepared_base``: the layout of a base and its copy plan, reused while the state keeps its shape.
+- ``prepared_base``: the layout of a base and its copy plan, reused while the state keeps its shape;
+  the state at a step mark, for a base that is taken when training ends later.
 - ``saver``: captures a base into host memory (or writes it at once) and holds updates back
   until their tensors are copied.
-- ``mark_state``: the state at a step mark, for a base that is taken when training ends later."""
+"""

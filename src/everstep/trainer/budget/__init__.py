@@ -2,8 +2,7 @@
 
 Runs in the training process. Read in this order:
 
-- ``first_update``: predicts the state after the first update, so that budgets apply to it.
-- ``host_memory``: divides the budget of host memory.
+- ``host_memory``: divides the budget of host memory; limits of the gradient log; predicts the
+  state after the first update, so that budgets apply to it.
 - ``disk``: upper bounds for the disk, and the daily write budget.
-- ``log_limits``: limits of the gradient log.
 """

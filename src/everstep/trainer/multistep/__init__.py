@@ -7,9 +7,8 @@ its *window*. With them the keeper, or whoever restores the base, brings all par
 The paper's ideas, in the order in which to read the modules:
 
 - ``driver``: takes one window after the other, at step marks and updates (4.1, figure 2b).
-- ``ending``: the step at which a window ends, alone or agreed among ranks (4.5); what follows a
-  window that is void.
-- ``window``: a base in progress: its parts, the updates since, the handover to the keeper (4.2.1).
+- ``window``: a base in progress: its parts, the updates since, the handover to the keeper (4.2.1);
+  the step at which it ends, alone or agreed among ranks (4.5).
 - ``copies``: copies of parts, and of the gradients that updates consume; gradients go first
   (4.2.2).
 - ``held_gradients``: gradients whose copies continue during the next forward: GoCkpt-O (4.2.4).
@@ -18,6 +17,6 @@ The paper's ideas, in the order in which to read the modules:
 - ``measurements``: durations of steps, and costs of windows, for the model of 4.2.3.
 
 Elsewhere: the model itself is :mod:`everstep.plan.multistep`; the copies run on lanes with streams
-and pinned memory (:mod:`everstep.capture.lanes`, 4.4); the reconstruction (4.3) is
+and pinned memory (:mod:`everstep.capture.cuda`, 4.4); the reconstruction (4.3) is
 :mod:`everstep.keeper.replica`, or :mod:`everstep.restore.redo` with ``rebuild="recovery"``.
 Design and limits: ``docs/design/multistep.md``."""

@@ -3,6 +3,6 @@
 Read in this order:
 
 - ``saver``: captures at each step mark; keeps the newest one in memory, or makes it durable.
-- ``scheduler``: observes steps, makes plans of them, and issues copies by a plan.
-- ``bound_plan``: a plan with the tensors it copies.
-- ``stats``: when each copy ran, next to when it was planned."""
+- ``scheduler``: observes steps, makes plans of them, and issues copies by a plan; reports when
+  each copy ran, next to when it was planned.
+"""

@@ -6,7 +6,7 @@ Runs in the training process. Read in this order:
   (:mod:`everstep.trainer.participant`).
 - ``components``: chooses and builds the participants of a method.
 - ``footprint``: memory and disk space that they will need; checked, and printed.
-- ``guards``: checks before a call does anything; ``calls``: one call at a time.
+- ``calls``: checks before a call does anything; one call at a time.
 - ``start``: takes over a run, by a resume or a fresh start.
 - ``state_watch``: position; tracks updates, and whether the live state is that of a step mark.
 - ``cadence``: decides when a base is due, and on one interval for all ranks.
