@@ -13,38 +13,31 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from everstep.config.given import named
-from everstep.config.intervals import Every
+from everstep.config import Every, FailurePolicy, KeeperOptions, named
 from everstep.config.method import Method
-from everstep.config.options import (
-    Budget,
-    FailurePolicy,
-    KeeperOptions,
-    LogOptions,
-    Preemption,
-    validate_options,
-)
+from everstep.config.options import Budget, LogOptions, Preemption, validate_options
 from everstep.errors import EverstepError
-from everstep.link.save import Save
-from everstep.restore.start.report import Recovery
+from everstep.link import Save
+from everstep.restore.start import Recovery
 from everstep.run.folder import run_path
 from everstep.seams import Seams
 from everstep.seams.progress import print_line
 from everstep.state.ownership import DeclaredUpdate
 from everstep.state.training_state import State
-from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.trainer.job.job import RunPlace
-from everstep.trainer.session.calls import (
+from everstep.tiers import PeerOptions, TierOptions
+from everstep.trainer.job import RunPlace
+from everstep.trainer.session import (
     CallGuard,
+    PreemptionHandler,
     check_platform,
     check_resume,
     check_timeout,
     check_usable,
     exclusive,
+    open_session,
+    rank_vote,
     refuse_pickling,
 )
-from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
-from everstep.trainer.session.session import open_session
 from everstep.trainer.session.stats import Stats
 
 _live = weakref.WeakValueDictionary[tuple[PurePath, int], "Checkpointer"]()

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from everstep.config.intervals import Every, History
-from everstep.config.method import Method, presets
-from everstep.config.options import (
-    ANNOUNCING,
-    Budget,
-    FailurePolicy,
-    KeeperOptions,
-    LogOptions,
-    Options,
-    Preemption,
-    validate_options,
-)
+from everstep.config import Every, FailurePolicy, History, KeeperOptions, Options, presets
+from everstep.config.method import Method
+from everstep.config.options import ANNOUNCING, Budget, LogOptions, Preemption, validate_options
 
 __all__ = [
     "ANNOUNCING",

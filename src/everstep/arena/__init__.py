@@ -6,6 +6,15 @@
                released
 """
 
-from everstep.arena.allocator import PAGE_BYTES, Block
+from everstep.arena.allocator import PAGE_BYTES, Allocator, Block, ReusedMemory
+from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS, Arena
 
-__all__ = ["PAGE_BYTES", "Block"]
+__all__ = [
+    "CONTROL_BYTES",
+    "PAGE_BYTES",
+    "PROGRESS_WORDS",
+    "Allocator",
+    "Arena",
+    "Block",
+    "ReusedMemory",
+]

@@ -15,3 +15,24 @@ Read in this order:
 ``mark_samples``      samples in step marks of the log, compared during replay
 ``version_counters``  detection of writes by torch's version counters
 """
+
+from everstep.capture.batches import Batch, Chunks, plan_batches
+from everstep.capture.cuda import on_cuda
+from everstep.capture.dispatch import Dispatch
+from everstep.capture.lane import Lane, Transfer
+from everstep.capture.mark_samples import MarkComparison
+from everstep.capture.update_hooks import UpdateHooks
+from everstep.capture.version_counters import Versions
+
+__all__ = [
+    "Batch",
+    "Chunks",
+    "Dispatch",
+    "Lane",
+    "MarkComparison",
+    "Transfer",
+    "UpdateHooks",
+    "Versions",
+    "on_cuda",
+    "plan_batches",
+]

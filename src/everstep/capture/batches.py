@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.state.layout.shards import Placed, ShardLayout
+from everstep.state.layout import Placed, ShardLayout
 from everstep.state.values.tensors import byte_view
 
 _SMALL_BYTES = 256 << 10

@@ -51,7 +51,7 @@ from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
 from everstep.capture.pinned import PinnedAhead, PinnedMemory
 from everstep.errors import OutOfSpaceError, StateError
 from everstep.seams.machine import use_thread_local_captures
-from everstep.seams.processes.threads import IoThreads, Outcome, wait_done
+from everstep.seams.processes import IoThreads, Outcome, wait_done
 from everstep.state.values.tensors import byte_view
 
 _cuda: Any = torch.cuda

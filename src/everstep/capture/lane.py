@@ -29,8 +29,9 @@ import torch
 
 from everstep.capture.batches import Batch, Runs, run_batch
 from everstep.seams.memory import copy_memory, copy_view
-from everstep.seams.processes.threads import Condition, IoThreads
-from everstep.state.layout.shards import Placed, Seen, ShardLayout, append_objects, overlaps, pieces
+from everstep.seams.processes import Condition, IoThreads
+from everstep.state.layout import Placed, ShardLayout
+from everstep.state.layout.shards import Seen, append_objects, overlaps, pieces
 from everstep.state.values.tensors import host_bytes
 
 _FEW_BYTES = 32 << 10  # torch would copy these in one thread as well

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 
 from everstep.seams.gather import Gather
-from everstep.state.layout.entries import SAMPLE
-from everstep.state.layout.shards import ShardLayout, plan_shards
+from everstep.state.layout import SAMPLE, ShardLayout
+from everstep.state.layout.shards import plan_shards
 from everstep.state.survey import Survey, same_objects
 from everstep.state.values.tensors import byte_view, host_bytes, tensor_entry
 

@@ -27,7 +27,7 @@ from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_wor
 from everstep.cli.common.paths import absolute, kind_of, refuse_irregular
 from everstep.cli.common.runs import open_run, reading, select_bases
 from everstep.cli.ls import STATUS_WORDS, look
-from everstep.config.given import nearest
+from everstep.config import nearest
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 
 if TYPE_CHECKING:

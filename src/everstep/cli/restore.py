@@ -17,7 +17,7 @@ from everstep.cli.common.errors import JsonFlag, emit
 from everstep.cli.common.output import console, count_of, in_words, label
 from everstep.cli.common.paths import absolute, kind_of
 from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading
-from everstep.commit.lineage import BaseId, describe_abandoned
+from everstep.commit import BaseId, describe_abandoned
 from everstep.errors import OptionError, StorageError
 
 if TYPE_CHECKING:

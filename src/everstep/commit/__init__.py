@@ -12,3 +12,27 @@ performs an action, reports the resulting event, and gets the next action. Read 
 ``copy_round``   rank 0's state while all ranks copy one base to another tier
 ``peer_copies``  copies of bases and logs in the memory of another node
 """
+
+from everstep.commit.base_commit import (
+    CheckFence,
+    FenceSeen,
+    FilesDurable,
+    GatherMarkers,
+    WriteFiles,
+    WriteMarker,
+)
+from everstep.commit.lineage import BaseId, describe_abandoned, split_by_history
+from everstep.commit.retention import COPY_TIERS
+
+__all__ = [
+    "COPY_TIERS",
+    "BaseId",
+    "CheckFence",
+    "FenceSeen",
+    "FilesDurable",
+    "GatherMarkers",
+    "WriteFiles",
+    "WriteMarker",
+    "describe_abandoned",
+    "split_by_history",
+]

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from everstep.commit.lineage import BaseId, fenced_error
-from everstep.format.header import ShardIdentity
-from everstep.format.records import FileRecord, Manifest, Marker, manifest_of
+from everstep.format import FileRecord, Manifest, Marker, ShardIdentity
+from everstep.format.records import manifest_of
 
 
 class Phase(Enum):

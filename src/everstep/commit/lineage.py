@@ -16,8 +16,8 @@ from pathlib import PurePath
 import msgspec
 
 from everstep.errors import FencedError
+from everstep.format import TimelineRecord
 from everstep.format.message_codec import Count
-from everstep.format.records import TimelineRecord
 
 
 class BaseId(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):

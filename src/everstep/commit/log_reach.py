@@ -16,9 +16,9 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta
 
 from everstep.commit.lineage import BaseId, Branch, split_by_history
+from everstep.format import Manifest, TimelineRecord
 from everstep.format.log import RecordHead
 from everstep.format.message_codec import Count, Rank
-from everstep.format.records import Manifest, TimelineRecord
 
 Path = Sequence[tuple[int, int | None]]
 """A history, newest timeline first, with the last step of each that is in the history."""

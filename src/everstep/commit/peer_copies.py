@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from everstep.commit.job.actions import Send
+from everstep.commit.job import Send
 from everstep.commit.job.messages import PeerRound
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun, runs_of

@@ -36,10 +36,10 @@ from everstep.compress.feedback import (
 )
 from everstep.compress.floats import FORMATS, largest_magnitudes
 from everstep.compress.sparse import Sparse, nonzero_count
-from everstep.config.given import named
+from everstep.config import named
 from everstep.errors import OptionError, StateError
-from everstep.state.layout.placement import Box
-from everstep.state.providers.optimizers import unwrap_optimizer
+from everstep.state.layout import Box
+from everstep.state.providers import unwrap_optimizer
 from everstep.state.values.tensors import (
     LocalShard,
     dtensor_over,

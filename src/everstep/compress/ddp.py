@@ -41,7 +41,7 @@ from everstep.compress.feedback import (
 )
 from everstep.compress.floats import FORMATS, NUMEL_MAX, kept_count, largest_magnitudes, narrowed
 from everstep.compress.sparse import Sparse, nonzero_count
-from everstep.config.given import named
+from everstep.config import named
 from everstep.errors import OptionError, StateError
 from everstep.state.ownership import memory_of
 from everstep.state.providers.modules import unwrap

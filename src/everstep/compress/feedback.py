@@ -25,7 +25,7 @@ import torch
 from everstep.compress.floats import FORMATS, NUMEL_MAX, kept_count
 from everstep.compress.quantized import Int8, int8
 from everstep.compress.sparse import Sparse, sampled_threshold, topk
-from everstep.config.given import nearest
+from everstep.config import nearest
 from everstep.errors import MismatchError, OptionError, StateError
 
 Form: TypeAlias = Sparse | Int8

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from everstep.config.given import is_number
+from everstep.config import is_number
 from everstep.errors import OptionError
 
 

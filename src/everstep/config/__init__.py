@@ -3,3 +3,21 @@
 Read ``options`` first; users import its names from ``everstep.options``. ``method`` has the
 presets, ``intervals`` parses intervals, ``given`` checks names, types and numbers.
 """
+
+from everstep.config.given import is_int, is_number, named, nearest
+from everstep.config.intervals import Every, History
+from everstep.config.method import presets
+from everstep.config.options import FailurePolicy, KeeperOptions, Options
+
+__all__ = [
+    "Every",
+    "FailurePolicy",
+    "History",
+    "KeeperOptions",
+    "Options",
+    "is_int",
+    "is_number",
+    "named",
+    "nearest",
+    "presets",
+]

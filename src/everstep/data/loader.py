@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
-from everstep.config.given import is_int
+from everstep.config import is_int
 from everstep.data.fetching import Batch, MapData, StreamData, Task, as_it_is, begin_worker
 from everstep.data.orders import Order, Place, Samplers, number, set_epoch_of
 from everstep.errors import OptionError, StateError

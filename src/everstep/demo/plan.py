@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from everstep.config.method import presets
+from everstep.config import presets
 from everstep.config.options import validate_options
 from everstep.errors import OptionError
 from everstep.workloads import GPTConfig, TrainingConfig

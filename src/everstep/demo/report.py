@@ -15,11 +15,11 @@ from typing import Any
 
 from everstep.demo.plan import DemoPlan, Kill
 from everstep.errors import RecoveryError
+from everstep.format import MANIFEST
 from everstep.format.names import (
     BASE_DIR,
     CONDEMNED,
     DELETING,
-    MANIFEST,
     TEMPORARY_SUFFIX,
     marker_name,
     parse_base,

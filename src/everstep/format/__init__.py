@@ -13,3 +13,21 @@ Used in both processes, and by the read-only commands. Read in this order:
 
 ``message_codec``  messages between processes, which contain some of these bytes: types and encoding
 """
+
+from everstep.format.digests import digest
+from everstep.format.header import BasePlan, ShardIdentity
+from everstep.format.names import MANIFEST, base_dir, timeline_dir
+from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord
+
+__all__ = [
+    "MANIFEST",
+    "BasePlan",
+    "FileRecord",
+    "Manifest",
+    "Marker",
+    "ShardIdentity",
+    "TimelineRecord",
+    "base_dir",
+    "digest",
+    "timeline_dir",
+]

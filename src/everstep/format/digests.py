@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
-from everstep.state.layout.shards import Placed
+from everstep.state.layout import Placed
 
 DIGEST_CHARS = 32
 

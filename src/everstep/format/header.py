@@ -25,9 +25,9 @@ from everstep.format.digests import DIGEST_CHARS
 from everstep.format.message_codec import Count
 from everstep.format.names import FORMAT_VERSION, shard_name
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
-from everstep.state.layout.entries import DTYPE_BYTES, Entry
-from everstep.state.layout.placement import ReplicaDigest
-from everstep.state.layout.shards import Placed, ShardLayout, at_lsn, plan_shards
+from everstep.state.layout import Entry, Placed, ReplicaDigest, ShardLayout
+from everstep.state.layout.entries import DTYPE_BYTES
+from everstep.state.layout.shards import at_lsn, plan_shards
 
 LENGTH_BYTES = 8
 METADATA_KEY = "everstep"

@@ -27,8 +27,9 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity, ShardPlan, header_size_bytes
 from everstep.format.names import shard_name
-from everstep.state.layout.entries import DTYPE_BYTES, Entry
-from everstep.state.layout.shards import Placed, ShardLayout, overlaps, plan_shards
+from everstep.state.layout import Entry, Placed, ShardLayout
+from everstep.state.layout.entries import DTYPE_BYTES
+from everstep.state.layout.shards import overlaps, plan_shards
 
 LOG_OBJECT = "everstep/log"
 NOT_EXACT = (

@@ -26,8 +26,9 @@ from everstep.format.header import (
 )
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
 from everstep.format.writer import CHUNK_BYTES, ChunkRing
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, ReadFile
-from everstep.seams.processes.threads import wait_all
+from everstep.seams import FileSystem, ReadFile
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
+from everstep.seams.processes import wait_all
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import PIECE_BYTES
 

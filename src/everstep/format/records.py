@@ -22,7 +22,8 @@ from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
 from everstep.format.message_codec import Count
 from everstep.format.names import FORMAT_VERSION, parse_shard
-from everstep.state.layout.placement import ReplicaDigest, describe_mismatch, ranks_of_digest
+from everstep.state.layout import ReplicaDigest
+from everstep.state.layout.placement import describe_mismatch, ranks_of_digest
 
 RECORD_BYTES_MAX = 64 << 20
 

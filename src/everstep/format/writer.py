@@ -18,11 +18,12 @@ from everstep.errors import DeadlineError
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import ShardIdentity, ShardPlan, encode_header
 from everstep.format.records import FileRecord
-from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile, wait_while_active
-from everstep.seams.processes.threads import Condition, IoThreads, wait_all
+from everstep.seams import WriteFile, failpoint
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, wait_while_active
+from everstep.seams.processes import Condition, IoThreads, wait_all
 from everstep.seams.progress import ProgressSink, silent
-from everstep.state.layout.shards import Body, Placed, append_objects, at_lsn, pieces
+from everstep.state.layout import Body, Placed
+from everstep.state.layout.shards import append_objects, at_lsn, pieces
 
 CHUNK_BYTES = 4 << 20
 

@@ -18,3 +18,22 @@ Only the training process imports these, as they need torch:
 ``pool``        blocks of the arena
 ``recordable``  which updates can be recorded, and in which form
 """
+
+from everstep.link.channel import BackgroundChannel
+from everstep.link.registry import KeeperInfo
+from everstep.link.save import Save, as_everstep_error, complete, fail, failing_save
+from everstep.link.spawn import connect
+from everstep.link.wire import Connection, error_to_wire
+
+__all__ = [
+    "BackgroundChannel",
+    "Connection",
+    "KeeperInfo",
+    "Save",
+    "as_everstep_error",
+    "complete",
+    "connect",
+    "error_to_wire",
+    "fail",
+    "failing_save",
+]

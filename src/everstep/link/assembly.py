@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from everstep.errors import AuditError, FormatError
-from everstep.format.header import BasePlan
+from everstep.format import BasePlan
 from everstep.format.log import RecordHead, layout_from_index, layout_to_index
 from everstep.link.capture import shard_offsets
-from everstep.state.layout.shards import ShardLayout
+from everstep.state.layout import ShardLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,18 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import DeadlineError, EverstepError
-from everstep.format.header import BasePlan, ShardPlan
+from everstep.format import BasePlan
+from everstep.format.header import ShardPlan
 from everstep.format.log import SegmentBody
 from everstep.format.writer import Written
 from everstep.link.save import Save
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.memory import copy_view
-from everstep.seams.processes.threads import Condition
-from everstep.state.layout.shards import Body, Seen, pieces
+from everstep.seams.processes import Condition
+from everstep.state.layout import Body
+from everstep.state.layout.shards import Seen, pieces
 
 _LOOK_AGAIN_S = 0.001
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from everstep.config.options import FailurePolicy
+from everstep.config import FailurePolicy
 from everstep.errors import (
     DeadlineError,
     EverstepError,

@@ -73,16 +73,15 @@ from typing import Any
 import msgspec
 
 from everstep.arena import PAGE_BYTES
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.commit.peer_copies import peer_of
 from everstep.errors import KeeperError
-from everstep.format.header import BasePlan, ShardIdentity, ShardPlan
+from everstep.format import BasePlan, ShardIdentity
+from everstep.format.header import ShardPlan
 from everstep.format.log import layout_from_index, layout_to_index
 from everstep.link.capture import Capture
-from everstep.state.layout.entries import Entry
+from everstep.state.layout import Entry, Placed, ReplicaDigest, ShardLayout
 from everstep.state.layout.lru import LRUCache
-from everstep.state.layout.placement import ReplicaDigest
-from everstep.state.layout.shards import Placed, ShardLayout
 
 PROTOCOL = 10
 """Version of the messages. Trainer and keeper, which may come from different installations, must

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.arena.allocator import Allocator
-from everstep.arena.memory import PROGRESS_WORDS, Arena
+from everstep.arena import PROGRESS_WORDS, Allocator, Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.seams.filesystem import StallTimer
-from everstep.seams.processes.threads import Condition
+from everstep.seams.processes import Condition
 
 _WARM_BYTES = 64 << 20
 _NO_WORD = -1

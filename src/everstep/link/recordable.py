@@ -18,11 +18,11 @@ from everstep.compress.sparse import Sparse
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.replay.exactness import options_refusal, refusal
-from everstep.state.layout.entries import INDICES, INT8, SCALES, VALUES, Entry, shape_digest
+from everstep.state.layout import Entry, ShardLayout
+from everstep.state.layout.entries import INDICES, INT8, SCALES, VALUES, shape_digest
 from everstep.state.layout.lru import LRUCache
-from everstep.state.layout.shards import ShardLayout, plan_shards
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import local_optimizer
+from everstep.state.layout.shards import plan_shards
+from everstep.state.providers import OptimizerProvider, local_optimizer
 from everstep.state.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State
 from everstep.state.values.tensors import tensor_entry

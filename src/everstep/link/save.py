@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from everstep.errors import AuditError, EverstepError
-from everstep.seams.processes.threads import Outcome
+from everstep.seams.processes import Outcome
 
 _T = TypeVar("_T")
 

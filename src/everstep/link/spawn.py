@@ -29,6 +29,7 @@ from everstep.link.registry import (
 )
 from everstep.link.wire import SEND_TIMEOUT_S, Connection
 from everstep.seams.locks import LockedFile, lock_file
+from everstep.seams.processes import RUNTIME_DIR_VARIABLE
 from everstep.seams.processes.processes import (
     detach_from_parent,
     portable_environment,
@@ -36,7 +37,6 @@ from everstep.seams.processes.processes import (
     set_affinity,
     start_detached,
 )
-from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
 from everstep.seams.progress import print_line
 from everstep.seams.sockets import UnixStream, connect_stream, own_uid
 

@@ -14,16 +14,15 @@ from typing import Any
 
 import msgpack
 
-from everstep.arena.memory import Arena
-from everstep.commit.lineage import BaseId
+from everstep.arena import Arena
+from everstep.commit import BaseId
 from everstep.errors import EverstepError, KeeperError
-from everstep.keeper.log.recall_wire import recalled_from_wire
+from everstep.keeper.log import recalled_from_wire
+from everstep.link import Connection, KeeperInfo, connect
 from everstep.link.messages import PROTOCOL
-from everstep.link.registry import KeeperInfo, keepers_of
-from everstep.link.spawn import connect
-from everstep.link.wire import Connection
-from everstep.restore.fetch.held import KeeperContents
-from everstep.seams.filesystem import FileSystem
+from everstep.link.registry import keepers_of
+from everstep.restore.fetch import KeeperContents
+from everstep.seams import FileSystem
 from everstep.seams.sockets import close_descriptors
 
 _log = logging.getLogger("everstep")

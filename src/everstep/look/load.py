@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from everstep.commit.lineage import BaseId, describe_abandoned, describe_unused
-from everstep.config.given import is_int, named
+from everstep.commit import BaseId, describe_abandoned
+from everstep.commit.lineage import describe_unused
+from everstep.config import is_int, named
 from everstep.errors import EverstepError, OptionError, RecoveryError, StorageError
 from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.look.keeper_memory import KeeperMemory, read_keeper_memory
@@ -26,21 +27,18 @@ from everstep.look.run_view import BaseDeletedError, RestorePoint, RunView
 from everstep.restore.load.targets import restore_into
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
 from everstep.restore.start.report import evidence
+from everstep.run import Skipped, scan_run
 from everstep.run.folder import run_path
-from everstep.run.scan import Skipped, scan_run
 from everstep.run.verify import describe_audit
-from everstep.seams import PosixFileSystem
-from everstep.seams.filesystem import FileSystem
-from everstep.seams.processes.processes import available_cores
-from everstep.state.layout.entries import OBJECT_PREFIX
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.seams import FileSystem, PosixFileSystem
+from everstep.seams.processes import available_cores
+from everstep.state.layout import OBJECT_PREFIX
+from everstep.state.providers import ModuleProvider, OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import join, references
-from everstep.tiers.durable_files import storage_errors
+from everstep.tiers import TierOptions, storage_errors
 from everstep.tiers.files import TierFileSystem
-from everstep.tiers.options import TierOptions
 from everstep.tiers.urls import UrlPath, is_url, open_tier
 
 _log = logging.getLogger("everstep")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import (
     AuditError,
     DamageError,
@@ -22,18 +22,18 @@ from everstep.errors import (
     StorageError,
     UnsupportedStateError,
 )
+from everstep.format import Manifest, Marker, base_dir
 from everstep.format.log import NOT_EXACT
-from everstep.format.names import base_dir
-from everstep.format.records import Manifest, Marker
-from everstep.restore.fetch.held import HeldBase, KeeperContents, files_over
-from everstep.restore.log.reach import Reachable, nothing_restorable, reachable
+from everstep.restore.fetch import HeldBase, KeeperContents
+from everstep.restore.fetch.held import files_over
+from everstep.restore.log import Reachable, nothing_restorable, reachable
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
 from everstep.restore.offline.run_log import RunLog
 from everstep.restore.start.report import missing_sections
-from everstep.run.chain import Chain
-from everstep.run.scan import BaseFound, Candidates, Inventory, Skipped, scan_base, scan_run
+from everstep.run import BaseFound, Chain, Inventory, Skipped, scan_base, scan_run
+from everstep.run.scan import Candidates
 from everstep.run.verify import audit_of, describe_audit
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams import DirEntry, FileSystem, ReadFile
 from everstep.tiers.files import ReadingFileSystem
 
 _NOBODY = Candidates((), ())

@@ -9,3 +9,20 @@ Used in the training process and by ``everstep plan``. Read in this order:
 ``multistep``  cost of a base that is captured in several parts; number and sizes of these parts
 ``schedule``   capture plans: when each tensor leaves the device during a step
 """
+
+from everstep.plan.estimator import BatchEstimator, Estimator, FailurePrior
+from everstep.plan.interval import checkfreq_interval, seldom, without_log
+from everstep.plan.multistep import PARTS_MAX, Cut, Overlap, Pipeline
+
+__all__ = [
+    "PARTS_MAX",
+    "BatchEstimator",
+    "Cut",
+    "Estimator",
+    "FailurePrior",
+    "Overlap",
+    "Pipeline",
+    "checkfreq_interval",
+    "seldom",
+    "without_log",
+]

@@ -9,8 +9,8 @@ Read in this order:
 ``optimizer_step``  the optimizer's own ``step()``, on complete tensors and without hooks
 ``functional``      torch's functional forms of SGD, Adam and AdamW
 ``self_test``       trials without which the fast path is not used
-``blocked``         the fast path: several updates in one pass over the state, block by block; programs
-                    of operators where torch has no kernel
+``blocked``         the fast path: several updates in one pass over the state, block by block, with
+                    programs of operators where torch has no kernel
 ``cuts``            parts of tensors on which torch's kernels compute the same bits
 
 Runs in the training process, in commands, and in the keeper's replica. Nothing here depends on
@@ -19,3 +19,21 @@ checkpoints.
 State at LSN v = base + the records up to v (LowDiff, Algorithm 1, lines 13-19; the paper's own loop
 applies merged gradients, which is wrong for every optimizer with moments).
 """
+
+from everstep.replay.cuts import has_gaps
+from everstep.replay.engine import ONE_THREAD, Replayer, ReplayOptions
+from everstep.replay.exactness import Exactness, is_elementwise, kind_name, replay_kind
+from everstep.replay.updates import Gradient, Update
+
+__all__ = [
+    "ONE_THREAD",
+    "Exactness",
+    "Gradient",
+    "ReplayOptions",
+    "Replayer",
+    "Update",
+    "has_gaps",
+    "is_elementwise",
+    "kind_name",
+    "replay_kind",
+]

@@ -16,3 +16,27 @@ torch. Read in this order:
 ``fence``      detection of a newer process that has taken the run over
 ``uncondemn``  withdrawal of a pending deletion
 """
+
+from everstep.run.chain import Chain
+from everstep.run.open_base import OpenBase
+from everstep.run.scan import (
+    BaseFound,
+    Inventory,
+    Skipped,
+    TimelineCache,
+    newest_timeline,
+    scan_base,
+    scan_run,
+)
+
+__all__ = [
+    "BaseFound",
+    "Chain",
+    "Inventory",
+    "OpenBase",
+    "Skipped",
+    "TimelineCache",
+    "newest_timeline",
+    "scan_base",
+    "scan_run",
+]

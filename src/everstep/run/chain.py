@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
+from everstep.format import TimelineRecord
 from everstep.format.log import RecordHead
-from everstep.format.records import TimelineRecord
 from everstep.state.layout.entries import shape_of_all
 
 

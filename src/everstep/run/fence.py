@@ -6,9 +6,9 @@ from pathlib import PurePath
 
 from everstep.commit.lineage import fenced_error
 from everstep.errors import EverstepError, FencedError
-from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format import TimelineRecord, timeline_dir
+from everstep.format.names import TIMELINE_RECORD
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import TimelineRecord
 from everstep.run.scan import newest_timeline
 from everstep.seams import FileSystem
 

@@ -7,23 +7,19 @@ import re
 import uuid
 from pathlib import PurePath
 
+from everstep.commit import BaseId
 from everstep.commit.job.offers import recovery_hint
-from everstep.commit.lineage import BaseId, describe_missing_steps
+from everstep.commit.lineage import describe_missing_steps
 from everstep.errors import OptionError, StateError, StorageError
-from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, parse_timeline, timeline_dir
-from everstep.format.records import RunRecord, TimelineRecord
+from everstep.format import TimelineRecord, timeline_dir
+from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, parse_timeline
+from everstep.format.records import RunRecord
 from everstep.run.scan import Inventory, scan_run
-from everstep.seams import Seams
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem, Seams
 from everstep.seams.fingerprint import fingerprint, process_name
 from everstep.seams.machine import real_path, with_home
-from everstep.tiers.durable_files import (
-    create_exclusive,
-    ensure_dir,
-    ensure_dirs,
-    storage_errors,
-    sync_if_allowed,
-)
+from everstep.tiers import ensure_dir, storage_errors
+from everstep.tiers.durable_files import create_exclusive, ensure_dirs, sync_if_allowed
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a single slash, since pathlib collapses two
 

@@ -21,15 +21,16 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from everstep.arena.allocator import ReusedMemory
+from everstep.arena import ReusedMemory
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord, RecordHead, RecordIndex, gathered, index_of_segment
 from everstep.format.reader import read_result
 from everstep.format.writer import ChunkRing
 from everstep.run.segments import SegmentFound, open_segment, read_index
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem
+from everstep.seams import FileSystem
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.processes.threads import wait_all
+from everstep.seams.processes import wait_all
 
 _READ_BYTES = 2 << 20
 _IN_FLIGHT_MAX = 64  # other users of these threads wait for no more than that

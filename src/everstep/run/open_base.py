@@ -15,18 +15,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from everstep.errors import DamageError, FormatError
+from everstep.format import FileRecord, Marker
 from everstep.format.header import ShardHeader
 from everstep.format.log import LOG_OBJECT, LogRecord, RecordHead
 from everstep.format.reader import read_header
-from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import BaseFound
 from everstep.run.segments import read_heads, read_records
-from everstep.seams.filesystem import FileSystem, ReadFile
+from everstep.seams import FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.placement import Placement
-from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
+from everstep.state.layout import Entry, Placed, Placement, ShardLayout
+from everstep.state.layout.shards import at_lsn
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from everstep.seams.processes.threads import Condition
+from everstep.seams.processes import Condition
 
 _T = TypeVar("_T")
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, TypeVar
 
-from everstep.commit.lineage import BaseId, Branch, branches_of, split_by_history
+from everstep.commit import BaseId, split_by_history
+from everstep.commit.lineage import Branch, branches_of
 from everstep.errors import (
     DamageError,
     EverstepError,
@@ -23,7 +24,15 @@ from everstep.errors import (
     NewerFormatError,
     RecoveryError,
 )
-from everstep.format.digests import digest
+from everstep.format import (
+    MANIFEST,
+    Manifest,
+    Marker,
+    TimelineRecord,
+    base_dir,
+    digest,
+    timeline_dir,
+)
 from everstep.format.names import (
     AUDIT_RECORD,
     BASE_DIR,
@@ -31,11 +40,9 @@ from everstep.format.names import (
     DELETING,
     LOG_DIR,
     LOSSY_DIR,
-    MANIFEST,
     RUN_RECORD,
     TEMPORARY_SUFFIX,
     TIMELINE_RECORD,
-    base_dir,
     marker_name,
     parse_base,
     parse_marker,
@@ -43,18 +50,10 @@ from everstep.format.names import (
     parse_renamed_timeline,
     parse_segment,
     parse_timeline,
-    timeline_dir,
 )
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import (
-    AuditRecord,
-    Manifest,
-    Marker,
-    RunRecord,
-    TimelineRecord,
-    manifest_of,
-)
-from everstep.seams.filesystem import DirEntry, FileSystem
+from everstep.format.records import AuditRecord, RunRecord, manifest_of
+from everstep.seams import DirEntry, FileSystem
 
 _Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest, AuditRecord)
 BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]

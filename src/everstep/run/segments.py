@@ -18,8 +18,8 @@ import numpy as np
 
 from everstep.arena import Block
 from everstep.errors import DamageError, EverstepError, FormatError, NewerFormatError
-from everstep.format.digests import digest
-from everstep.format.header import ShardHeader, ShardIdentity
+from everstep.format import FileRecord, Marker, ShardIdentity, TimelineRecord, digest, timeline_dir
+from everstep.format.header import ShardHeader
 from everstep.format.log import (
     LOG_OBJECT,
     LogRecord,
@@ -34,13 +34,11 @@ from everstep.format.names import (
     parse_marker,
     parse_segment,
     segment_dir,
-    timeline_dir,
 )
 from everstep.format.reader import read_body, read_header, read_record_bytes
-from everstep.format.records import FileRecord, Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import not_a_directory
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams import DirEntry, FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
 
 _REREAD = 32  # known segments that each scan reads again

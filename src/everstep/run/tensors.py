@@ -13,9 +13,9 @@ import torch
 from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.layout.entries import OBJECT_PREFIX, shape_digest
-from everstep.state.layout.shards import Placed
-from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.layout import OBJECT_PREFIX, Placed
+from everstep.state.layout.entries import shape_digest
+from everstep.state.providers import OptimizerProvider
 from everstep.state.values.tensors import torch_dtype
 
 _COMPLEX_BYTES = 16  # alignment; torch's kernels crash on a complex128 that lacks it

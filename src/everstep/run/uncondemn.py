@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import PurePath
 
-from everstep.format.names import CONDEMNED, MANIFEST
-from everstep.seams.filesystem import FileSystem
-from everstep.tiers.contract import Tier, read_record
+from everstep.format import MANIFEST
+from everstep.format.names import CONDEMNED
+from everstep.seams import FileSystem
+from everstep.tiers import Tier, read_record
 
 
 def uncondemn(filesystem: FileSystem, directory: PurePath) -> bool:

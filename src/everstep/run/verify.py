@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from everstep.commit.lineage import BaseId, history
+from everstep.commit import BaseId
+from everstep.commit.lineage import history
 from everstep.errors import DamageError, FormatError
+from everstep.format import Marker
 from everstep.format.names import marker_name
 from everstep.format.reader import read_body, read_record_bytes
-from everstep.format.records import AuditRecord, Marker
+from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound, Inventory
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem
 from everstep.seams.progress import ProgressSink
 
 _BAD = (DamageError, FormatError, OSError)

@@ -14,12 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.state.ownership import Memory, OwnedMemory, memory_of, overlapping_pairs
-from everstep.state.providers.modules import named_parameters
-from everstep.state.providers.optimizers import OptimizerProvider, unsaved_inner_optimizers
+from everstep.state.providers import OptimizerProvider, Provider, local_optimizer, named_parameters
+from everstep.state.providers.optimizers import unsaved_inner_optimizers
 from everstep.state.providers.plain import PlainProvider
-from everstep.state.providers.provider import Provider
-from everstep.state.providers.zero import local_optimizer
-from everstep.state.ranks.ddp import DDPBuckets
+from everstep.state.ranks import DDPBuckets
 from everstep.state.survey import Survey, same_objects
 from everstep.state.values.tensors import address_of, local_tensor
 

@@ -16,8 +16,8 @@ from types import MappingProxyType
 import torch
 
 from everstep.errors import OptionError, StateError, UnsupportedStateError
-from everstep.state.layout.entries import OBJECT_BYTES_MAX, OBJECT_PREFIX, Entry, is_reserved
-from everstep.state.layout.placement import ReplicaDigest
+from everstep.state.layout import OBJECT_PREFIX, Entry, ReplicaDigest
+from everstep.state.layout.entries import OBJECT_BYTES_MAX, is_reserved
 from everstep.state.ownership import (
     Memory,
     OwnedMemory,

@@ -25,19 +25,28 @@ from torch.optim import Optimizer
 
 from everstep.errors import OptionError, StateError, UnsupportedStateError
 from everstep.state.coverage import Coverage
-from everstep.state.layout.entries import RESERVED, RNG_SECTION, Entry, is_reserved
-from everstep.state.layout.placement import ReplicaDigest
+from everstep.state.layout import Entry, ReplicaDigest
+from everstep.state.layout.entries import RESERVED, RNG_SECTION, is_reserved
 from everstep.state.ownership import DeclaredUpdate, OwnershipRules
 from everstep.state.positions import POSITIONS, is_followed, loader_within
-from everstep.state.providers.modules import ModuleProvider, ParameterNames, named_parameters
-from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
+from everstep.state.providers import (
+    ModuleProvider,
+    OptimizerProvider,
+    Provider,
+    RestorePlan,
+    StatefulProvider,
+    ZeroProvider,
+    named_parameters,
+    unwrap_optimizer,
+)
+from everstep.state.providers.modules import ParameterNames
 from everstep.state.providers.plain import Occurrences, PlainProvider, RngProvider, held_memory
-from everstep.state.providers.provider import Provider, RestorePlan, Saved
-from everstep.state.providers.stateful import LoaderProvider, Stateful, StatefulProvider
-from everstep.state.providers.zero import ZeroProvider, is_zero
-from everstep.state.ranks.ddp import BUCKETS_SECTION, DDPBuckets
+from everstep.state.providers.provider import Saved
+from everstep.state.providers.stateful import LoaderProvider, Stateful
+from everstep.state.providers.zero import is_zero
+from everstep.state.ranks import BUCKETS_SECTION, ONE_RANK, DDPBuckets, RankInfo
 from everstep.state.ranks.rank_share import RankShare
-from everstep.state.ranks.writers import ONE_RANK, RankInfo, WriterAssignment
+from everstep.state.ranks.writers import WriterAssignment
 from everstep.state.survey import SectionContents, Survey, SurveyBuilder, unsupported
 from everstep.state.values.objects import copied_state_dict_owner
 from everstep.state.values.tree import references, split

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from everstep.errors import EverstepError, OptionError, StorageError
-from everstep.seams.filesystem import ReadFile
-from everstep.tiers.contract import NAME_BYTES_MAX, PART_BYTES_MAX, Tier, read_whole
-from everstep.tiers.memory import MemoryFile
+from everstep.seams import ReadFile
+from everstep.tiers import MemoryFile, Tier
+from everstep.tiers.contract import NAME_BYTES_MAX, PART_BYTES_MAX, read_whole
 
 WRITERS = 8
 """Number of concurrent writers."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from everstep.capture.batches import Batch
+from everstep.capture import Batch
 from everstep.capture.lane import CpuLane
-from everstep.seams.processes.threads import Condition
+from everstep.seams.processes import Condition
 
 
 class EmulatedLink(CpuLane):

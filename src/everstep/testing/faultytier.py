@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from everstep.errors import PermissionDeniedError, UnreachableError
-from everstep.seams.filesystem import ReadFile
-from everstep.tiers.contract import Item, Tier, Traits, read_whole
-from everstep.tiers.memory import MemoryFile
+from everstep.seams import ReadFile
+from everstep.tiers import MemoryFile, Tier
+from everstep.tiers.contract import Item, Traits, read_whole
 
 FaultKind = Literal[
     "unavailable",

@@ -12,17 +12,11 @@ from pathlib import Path
 from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.format.names import RUN_RECORD
 from everstep.format.records import RunRecord
-from everstep.link.registry import (
-    KeeperInfo,
-    find_keeper,
-    keeper_files,
-    keeper_key,
-    kill_keeper,
-)
-from everstep.link.spawn import connect
+from everstep.link import KeeperInfo, connect
+from everstep.link.registry import find_keeper, keeper_files, keeper_key, kill_keeper
 from everstep.run.folder import run_path
 from everstep.seams.locks import lock_file
-from everstep.seams.processes.processes import PidWatch
+from everstep.seams.processes import PidWatch
 from everstep.seams.sockets import close_descriptors
 
 _ANSWER_S = 15.0

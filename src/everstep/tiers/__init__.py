@@ -15,3 +15,27 @@ Used in training and keeper processes. Read in this order:
 ``durable_files``  small durable files on disk; errors of the operating system as our errors; files
                    of deleted bases, kept for reuse
 """
+
+from everstep.tiers.contract import Tier, read_record
+from everstep.tiers.durable_files import (
+    SlotStore,
+    ensure_dir,
+    remove_if_there,
+    storage_errors,
+    write_durably,
+)
+from everstep.tiers.memory import MemoryFile
+from everstep.tiers.options import PeerOptions, TierOptions
+
+__all__ = [
+    "MemoryFile",
+    "PeerOptions",
+    "SlotStore",
+    "Tier",
+    "TierOptions",
+    "ensure_dir",
+    "read_record",
+    "remove_if_there",
+    "storage_errors",
+    "write_durably",
+]

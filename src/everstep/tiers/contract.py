@@ -35,7 +35,7 @@ from typing import Protocol
 from everstep.errors import DamageError, FormatError, OptionError
 from everstep.format.names import TEMPORARY_SUFFIX
 from everstep.format.records import RECORD_BYTES_MAX
-from everstep.seams.filesystem import ReadFile
+from everstep.seams import ReadFile
 
 NAME_BYTES_MAX = 512
 """Maximum bytes of a name in UTF-8. S3 allows 1024, including the prefix of the run."""

@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from everstep.format.names import TEMPORARY_SUFFIX
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams import DirEntry, FileSystem, ReadFile
 from everstep.tiers.contract import Item, Traits, check_name, pieces_of
 from everstep.tiers.durable_files import (
     create_exclusive,

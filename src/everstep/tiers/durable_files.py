@@ -21,7 +21,8 @@ from pathlib import PurePath
 
 from everstep.errors import OutOfSpaceError, PermissionDeniedError, StorageError
 from everstep.format.names import SLOTS_DIR, TEMPORARY_SUFFIX, parse_timeline
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, WriteFile
+from everstep.seams import FileSystem, WriteFile
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.machine import first_missing
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

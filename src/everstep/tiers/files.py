@@ -15,7 +15,7 @@ from everstep.errors import (
     OptionError,
     PermissionDeniedError,
 )
-from everstep.seams.filesystem import DirEntry, ReadFile, WriteFile
+from everstep.seams import DirEntry, ReadFile, WriteFile
 from everstep.tiers.contract import Item, Tier
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from everstep.seams.filesystem import ReadFile
+from everstep.seams import ReadFile
 from everstep.seams.memory import copy_view
 from everstep.tiers.contract import Item, Traits, check_name, read_whole
 

@@ -32,7 +32,7 @@ from everstep.errors import (
     UnavailableError,
     UnreachableError,
 )
-from everstep.seams.filesystem import ReadFile
+from everstep.seams import ReadFile
 from everstep.tiers.contract import Item, Traits, check_name, pieces_of, read_whole
 
 # obstore passes on its client's errors as text only. These patterns take out the facts that are

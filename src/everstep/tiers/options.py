@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from everstep.config.given import checked, is_int, is_number, is_sequence
+from everstep.config import is_int, is_number
+from everstep.config.given import checked, is_sequence
 from everstep.errors import OptionError
 
 LOG_FORMS = ("none", "whole", "adaptive")

@@ -20,8 +20,7 @@ from everstep.errors import (
     PermissionDeniedError,
     UnreachableError,
 )
-from everstep.seams.clock import Clock, SystemClock
-from everstep.seams.filesystem import ReadFile
+from everstep.seams import Clock, ReadFile, SystemClock
 from everstep.tiers.contract import Item, Tier, Traits
 
 _T = TypeVar("_T")

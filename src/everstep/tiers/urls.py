@@ -7,8 +7,7 @@ import re
 from pathlib import PurePath, PurePosixPath
 
 from everstep.errors import OptionError
-from everstep.seams.clock import Clock
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import Clock, FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.object import ObjectTier

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from everstep.seams.clock import Clock
-from everstep.seams.filesystem import ReadFile
+from everstep.seams import Clock, ReadFile
 from everstep.tiers.contract import Tier
 
 _WORDS = {

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from everstep.errors import AuditError
-from everstep.format.header import ShardIdentity
-from everstep.link.save import Save
-from everstep.restore.start.report import Resumed
+from everstep.format import ShardIdentity
+from everstep.link import Save
+from everstep.restore.start import Resumed
 from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Service
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from everstep.config.given import nearest
+from everstep.config import nearest
 from everstep.errors import OptionError
 
 

@@ -10,3 +10,20 @@ They run in the keepers (commits) and in the trainers (agreement at a start). Re
 ``offer_codec``  their encoding
 ``agreement``    start of a job: all ranks restore the same state
 """
+
+from everstep.commit.job.actions import Send
+from everstep.commit.job.messages import COORDINATOR, ChunkReply, ChunkRequest, CopyMessage, Message
+from everstep.commit.job.offers import Choice, Needs, Offer, Source
+
+__all__ = [
+    "COORDINATOR",
+    "Choice",
+    "ChunkReply",
+    "ChunkRequest",
+    "CopyMessage",
+    "Message",
+    "Needs",
+    "Offer",
+    "Send",
+    "Source",
+]

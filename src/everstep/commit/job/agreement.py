@@ -32,9 +32,10 @@ from everstep.commit.job.offer_codec import (
 from everstep.commit.job.offers import Choice, Needs, Offer, Source, all_ranks, choose
 from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
+from everstep.format import TimelineRecord
 from everstep.format.message_codec import Decoder, Stored, encode
-from everstep.format.records import TimelineRecord
-from everstep.state.layout.placement import ReplicaDigest, describe_mismatch
+from everstep.state.layout import ReplicaDigest
+from everstep.state.layout.placement import describe_mismatch
 
 
 @dataclass(frozen=True, slots=True)

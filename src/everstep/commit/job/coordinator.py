@@ -38,8 +38,8 @@ from everstep.commit.job.messages import (
 )
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import plan_retention
+from everstep.format import Manifest, Marker
 from everstep.format.message_codec import Stored
-from everstep.format.records import Manifest, Marker
 
 
 class Coordinator(Member):

@@ -64,9 +64,9 @@ from everstep.commit.job.messages import (
 from everstep.commit.lineage import BaseId, fenced_error
 from everstep.commit.retention import Watermark
 from everstep.errors import FencedError
-from everstep.format.header import ShardIdentity
+from everstep.format import Manifest, Marker, ShardIdentity
 from everstep.format.message_codec import Stored
-from everstep.format.records import Manifest, Marker, manifest_of
+from everstep.format.records import manifest_of
 from everstep.state.layout.placement import describe_mismatch
 
 

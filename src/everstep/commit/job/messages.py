@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import FormatError
+from everstep.format import Manifest, Marker
 from everstep.format.message_codec import (
     Count,
     Decoder,
@@ -27,7 +28,6 @@ from everstep.format.message_codec import (
     encode,
     union_of,
 )
-from everstep.format.records import Manifest, Marker
 
 
 class Message(TypedMessage, frozen=True):

@@ -11,8 +11,8 @@ from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, Source
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogReader, LogRun, Reach
 from everstep.commit.retention import Tier
+from everstep.format import Manifest, Marker, TimelineRecord
 from everstep.format.message_codec import Count, Decoder, Rank, Stored, Text, encode
-from everstep.format.records import Manifest, Marker, TimelineRecord
 
 
 class _BaseOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

@@ -28,9 +28,9 @@ from everstep.commit.lineage import (
 from everstep.commit.log_reach import JobLogs, LogReader, LogRun, Reach
 from everstep.commit.retention import COPY_TIERS, TIERS, VOLATILE_TIERS, Tier, TierIndex
 from everstep.errors import RecoveryError
-from everstep.format.digests import digest
+from everstep.format import Manifest, Marker, TimelineRecord, digest
 from everstep.format.message_codec import Rank
-from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
+from everstep.format.records import manifest_of
 
 
 @dataclass(frozen=True, slots=True)

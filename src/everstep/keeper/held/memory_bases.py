@@ -13,18 +13,18 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import DeadlineError, StateError
-from everstep.format.header import BasePlan
-from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format import BasePlan, Marker, timeline_dir
+from everstep.format.names import TIMELINE_RECORD
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import Marker
 from everstep.format.writer import Written, digest_shard
 from everstep.keeper.held.peer_stores import PeerBaseStore
 from everstep.seams import Clock, FileSystem
 from everstep.seams.progress import ProgressSink
-from everstep.state.layout.shards import Body, Seen
-from everstep.tiers.durable_files import storage_errors
+from everstep.state.layout import Body
+from everstep.state.layout.shards import Seen
+from everstep.tiers import storage_errors
 
 _PIECE_BYTES = 1 << 20
 _LOOK_AGAIN_S = 0.02

@@ -14,14 +14,14 @@ from typing import Any
 
 import msgpack
 
-from everstep.arena.memory import Arena
-from everstep.commit.lineage import BaseId
+from everstep.arena import Arena
+from everstep.commit import BaseId
 from everstep.errors import AuditError
-from everstep.format.header import BasePlan, ShardIdentity
+from everstep.format import BasePlan, ShardIdentity
 from everstep.format.writer import Written, digest_shard
-from everstep.keeper.log.recall_wire import base_to_wire
+from everstep.keeper.log import base_to_wire
+from everstep.link import Connection
 from everstep.link.capture import Capture, shard_offsets
-from everstep.link.wire import Connection
 
 _log = logging.getLogger("everstep.keeper")
 

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from everstep.arena import PAGE_BYTES
-from everstep.arena.allocator import Allocator
-from everstep.arena.memory import CONTROL_BYTES, Arena
+from everstep.arena import CONTROL_BYTES, PAGE_BYTES, Allocator, Arena
+from everstep.commit import BaseId
 from everstep.commit.job.messages import (
     PeerCopyAck,
     PeerCopyBegin,
@@ -21,20 +20,12 @@ from everstep.commit.job.messages import (
     PeerLogBegin,
     PeerLogChunk,
 )
-from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import Copy, HeldCopies, HeldLogCopies, LogCopy
 from everstep.errors import DamageError, EverstepError, FormatError, OutOfSpaceError
-from everstep.format.digests import digest
+from everstep.format import Marker, digest
 from everstep.format.message_codec import Stored
-from everstep.format.records import Marker
-from everstep.restore.fetch.held import (
-    PackedSteps,
-    PeerCopy,
-    PeerLog,
-    check_files,
-    read_pack,
-    size_of,
-)
+from everstep.restore.fetch import PackedSteps, PeerLog
+from everstep.restore.fetch.held import PeerCopy, check_files, read_pack, size_of
 
 _log = logging.getLogger("everstep.keeper")
 

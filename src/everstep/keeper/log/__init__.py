@@ -10,3 +10,26 @@ order:
 ``disk_space``     the log's share of ``Budget(disk_bytes=)``
 ``recall_wire``    send captures and logs to a restarted training process
 """
+
+from everstep.keeper.log.disk_space import folder_bytes
+from everstep.keeper.log.log_store import LoggedStep, LogStore
+from everstep.keeper.log.logs import Logs
+from everstep.keeper.log.recall_wire import (
+    base_from_wire,
+    base_to_wire,
+    log_to_wire,
+    recalled_from_wire,
+)
+from everstep.keeper.log.segment_queue import open_segments
+
+__all__ = [
+    "LogStore",
+    "LoggedStep",
+    "Logs",
+    "base_from_wire",
+    "base_to_wire",
+    "folder_bytes",
+    "log_to_wire",
+    "open_segments",
+    "recalled_from_wire",
+]

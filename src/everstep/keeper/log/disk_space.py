@@ -8,7 +8,7 @@ from typing import Any
 
 from everstep.errors import OutOfSpaceError
 from everstep.format.names import LOG_DIR, TEMPORARY_SUFFIX, parse_rank
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem
 
 
 class NoLogSpaceError(OutOfSpaceError):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.commit.peer_copies import run_of
 from everstep.errors import DeadlineError, EverstepError, FormatError
 from everstep.format.log import (
@@ -24,10 +24,10 @@ from everstep.format.log import (
     record_digest,
 )
 from everstep.keeper.log.segment_queue import SegmentQueue, StoredRecord
-from everstep.seams.failpoints import failpoint
+from everstep.seams import failpoint
 from everstep.seams.filesystem import wait_while_active
-from everstep.seams.processes.threads import IoThreads
-from everstep.state.layout.shards import ShardLayout
+from everstep.seams.processes import IoThreads
+from everstep.state.layout import ShardLayout
 
 _STEPS_MAX = 64
 """Most steps that :meth:`LogStore.steps_from` returns at once."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.log import RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import open_segments
-from everstep.keeper.process.duty import AttachedTrainer
+from everstep.keeper.process import AttachedTrainer
 from everstep.link.messages import identity_from_wire, receive_layout
 from everstep.run.fence import timeline_bytes
 from everstep.seams import FileSystem, Seams

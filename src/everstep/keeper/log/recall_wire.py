@@ -9,22 +9,16 @@ from typing import Any
 
 import msgpack
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.commit.log_reach import LogRun
+from everstep.format import FileRecord, Marker
 from everstep.format.log import LogRecord
-from everstep.format.records import FileRecord, Marker
 from everstep.keeper.log.log_store import records_from_wire
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.messages import identity_from_wire, identity_to_wire
-from everstep.restore.fetch.held import (
-    HeldBase,
-    KeeperContents,
-    PackedSteps,
-    PeerCopy,
-    PeerLog,
-    size_of,
-)
-from everstep.tiers.memory import MemoryFile
+from everstep.restore.fetch import HeldBase, KeeperContents, PackedSteps, PeerLog
+from everstep.restore.fetch.held import PeerCopy, size_of
+from everstep.tiers import MemoryFile
 
 
 def base_to_wire(capture: Capture) -> tuple[dict[str, Any], list[bytes]]:

@@ -16,28 +16,21 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from everstep.errors import DeadlineError, EverstepError, FencedError, OutOfSpaceError
-from everstep.format.header import ShardIdentity, ShardPlan
+from everstep.format import Marker, ShardIdentity, timeline_dir
+from everstep.format.header import ShardPlan
 from everstep.format.log import LogRecord, RecordHead, plan_segment
-from everstep.format.names import LOG_DIR, marker_name, segment_dir, timeline_dir
-from everstep.format.records import Marker
+from everstep.format.names import LOG_DIR, marker_name, segment_dir
 from everstep.format.writer import ChunkRing, write_shard
 from everstep.keeper.log.disk_space import LogSpace, NoLogSpaceError
 from everstep.link.messages import ENDED, record_memory_bytes
-from everstep.plan.estimator import BatchEstimator
+from everstep.plan import BatchEstimator
 from everstep.run.fence import Fence
-from everstep.seams import Seams
-from everstep.seams.failpoints import failpoint
+from everstep.seams import Seams, failpoint
 from everstep.seams.filesystem import observed
 from everstep.seams.progress import silent
-from everstep.state.layout.shards import Body, ShardLayout
-from everstep.tiers.durable_files import (
-    create_in,
-    ensure_dir,
-    remove_if_there,
-    storage_errors,
-    temporary,
-    write_durably,
-)
+from everstep.state.layout import Body, ShardLayout
+from everstep.tiers import ensure_dir, remove_if_there, storage_errors, write_durably
+from everstep.tiers.durable_files import create_in, temporary
 
 if TYPE_CHECKING:
     from everstep.link.messages import KeeperStats

@@ -11,3 +11,9 @@ this order:
 ``rank_disk``      disk operations of such a commit
 ``job_link``       messages between the keepers of a job
 """
+
+from everstep.keeper.persist.base_writer import BaseWriter
+from everstep.keeper.persist.committer import Timeline
+from everstep.keeper.persist.job_link import JobLink
+
+__all__ = ["BaseWriter", "JobLink", "Timeline"]

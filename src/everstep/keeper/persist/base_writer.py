@@ -13,22 +13,22 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import DeadlineError, EverstepError, FencedError, StateError, StorageError
-from everstep.format.header import BasePlan
+from everstep.format import BasePlan
 from everstep.format.writer import Written
-from everstep.keeper.log.log_store import LogStore
+from everstep.keeper.log import LogStore
 from everstep.keeper.persist.committer import Timeline, open_committer
-from everstep.keeper.retain.history import HistoryFlush
+from everstep.keeper.retain import HistoryFlush
+from everstep.link import BackgroundChannel, Save, complete, fail
 from everstep.link.capture import Capture
-from everstep.link.channel import BackgroundChannel, WatchedProgress
+from everstep.link.channel import WatchedProgress
 from everstep.link.messages import KeeperStats
-from everstep.link.save import Save, complete, fail
-from everstep.seams.failpoints import failpoint
+from everstep.seams import failpoint
 from everstep.seams.filesystem import observed
-from everstep.seams.processes.threads import Condition
+from everstep.seams.processes import Condition
 from everstep.seams.progress import Counted, ProgressSink
-from everstep.state.layout.shards import Body
+from everstep.state.layout import Body
 
 # Loaded at first use: only bases in memory need it.
 if TYPE_CHECKING:

@@ -12,44 +12,39 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Protocol
 
-from everstep.commit.base_commit import (
-    Action,
-    BaseCommit,
+from everstep.commit import (
+    BaseId,
     CheckFence,
-    Event,
     FenceSeen,
     FilesDurable,
     GatherMarkers,
+    WriteFiles,
+    WriteMarker,
+)
+from everstep.commit.base_commit import (
+    Action,
+    BaseCommit,
+    Event,
     ManifestDurable,
     MarkerDurable,
     MarkersSeen,
-    WriteFiles,
     WriteManifest,
-    WriteMarker,
 )
-from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FencedError
-from everstep.format.header import BasePlan
-from everstep.format.names import MANIFEST, SLOTS_DIR, base_dir, marker_name, timeline_dir
+from everstep.format import MANIFEST, BasePlan, Marker, base_dir, timeline_dir
+from everstep.format.names import SLOTS_DIR, marker_name
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.persist.shard_writer import ShardWriter
-from everstep.keeper.retain.retention import Retention
+from everstep.keeper.retain import Retention
+from everstep.run import newest_timeline, scan_base
 from everstep.run.fence import Fence
-from everstep.run.scan import newest_timeline, scan_base
-from everstep.seams import Seams
-from everstep.seams.failpoints import failpoint
+from everstep.seams import Seams, failpoint
 from everstep.seams.progress import ProgressSink
-from everstep.state.layout.shards import Body
-from everstep.tiers.durable_files import (
-    SlotStore,
-    remove_if_there,
-    storage_errors,
-    temporary,
-    write_durably,
-)
+from everstep.state.layout import Body
+from everstep.tiers import SlotStore, remove_if_there, storage_errors, write_durably
+from everstep.tiers.durable_files import temporary
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.base_commit import WriteFiles, WriteMarker
+from everstep.commit import BaseId, WriteFiles, WriteMarker
+from everstep.commit.job import COORDINATOR, Send
 from everstep.commit.job.actions import (
     BaseDamaged,
     BaseDurable,
@@ -26,13 +27,11 @@ from everstep.commit.job.actions import (
     Out,
     Pace,
     Perform,
-    Send,
     Withdraw,
 )
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import COORDINATOR, Cluster
-from everstep.commit.lineage import BaseId
+from everstep.commit.job.messages import Cluster
 from everstep.errors import (
     DamageError,
     DeadlineError,
@@ -41,19 +40,17 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
-from everstep.format.header import BasePlan
-from everstep.format.names import base_dir
-from everstep.format.records import FileRecord
+from everstep.format import BasePlan, FileRecord, base_dir
 from everstep.format.writer import Written
 from everstep.keeper.persist.committer import Timeline, is_committed
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.restore.fetch.rank_copies import verify_rank
-from everstep.seams.processes.threads import Condition
+from everstep.seams.processes import Condition
 from everstep.seams.progress import ProgressSink
-from everstep.state.layout.shards import Body
-from everstep.tiers.durable_files import storage_errors
+from everstep.state.layout import Body
+from everstep.tiers import storage_errors
 
 _log = logging.getLogger("everstep.keeper")
 _TICK_S = 0.1

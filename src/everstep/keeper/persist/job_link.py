@@ -7,18 +7,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from everstep.commit.job.messages import (
-    CopyMessage,
-    DiskProgress,
-    Envelope,
-    Message,
-    PeerMessage,
-    accept,
-    encode_message,
-)
+from everstep.commit.job import CopyMessage, Message
+from everstep.commit.job.messages import DiskProgress, Envelope, PeerMessage, accept, encode_message
 from everstep.errors import FormatError
 from everstep.link.messages import JobSession
-from everstep.seams.clock import Clock
+from everstep.seams import Clock
 from everstep.seams.mailbox import Mailbox
 
 _log = logging.getLogger("everstep.keeper")

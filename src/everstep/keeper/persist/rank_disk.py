@@ -12,18 +12,16 @@ from functools import partial
 from pathlib import PurePath
 from typing import Protocol
 
-from everstep.commit.base_commit import (
+from everstep.commit import (
+    BaseId,
     CheckFence,
     FenceSeen,
     FilesDurable,
     GatherMarkers,
-    ManifestDurable,
-    MarkerDurable,
-    MarkersSeen,
     WriteFiles,
-    WriteManifest,
     WriteMarker,
 )
+from everstep.commit.base_commit import ManifestDurable, MarkerDurable, MarkersSeen, WriteManifest
 from everstep.commit.job.actions import (
     BasesSeen,
     Delete,
@@ -35,37 +33,27 @@ from everstep.commit.job.actions import (
     Withdraw,
     Withdrawn,
 )
-from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import needed_by
 from everstep.errors import EverstepError, FencedError
-from everstep.format.names import (
-    LOG_DIR,
-    MANIFEST,
-    TEMPORARY_SUFFIX,
-    base_dir,
-    marker_name,
-    parse_marker,
-    parse_shard,
-)
+from everstep.format import MANIFEST, FileRecord, Manifest, Marker, base_dir
+from everstep.format.names import LOG_DIR, TEMPORARY_SUFFIX, marker_name, parse_marker, parse_shard
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.persist.committer import Timeline
-from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
-from everstep.keeper.retain.history import HistoryWindow, history_windows
+from everstep.keeper.retain import (
+    HistoryWindow,
+    delete_files,
+    delete_segments,
+    history_windows,
+    perform_deletion,
+)
 from everstep.link.messages import JobSession
 from everstep.restore.fetch.rank_copies import keep_manifest
+from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.run.fence import Fence
-from everstep.run.scan import (
-    BaseFound,
-    Inventory,
-    TimelineCache,
-    bases_keeping_log,
-    newest_timeline,
-    scan_run,
-)
-from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem
-from everstep.tiers.durable_files import remove_if_there, temporary, write_durably
+from everstep.run.scan import bases_keeping_log
+from everstep.seams import FileSystem, failpoint
+from everstep.tiers import remove_if_there, write_durably
+from everstep.tiers.durable_files import temporary
 
 
 class RankFiles(Protocol):

@@ -16,18 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError
-from everstep.format.header import BasePlan, ShardHeader, ShardIdentity, ShardPlan, decode_header
-from everstep.format.names import base_dir
+from everstep.format import BasePlan, FileRecord, ShardIdentity, base_dir
+from everstep.format.header import ShardHeader, ShardPlan, decode_header
 from everstep.format.reader import read_body, read_header
-from everstep.format.records import FileRecord
 from everstep.format.writer import ChunkRing, Written, digest_shard, write_shard
-from everstep.run.open_base import OpenBase
-from everstep.run.scan import scan_run
-from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem, WriteFile
+from everstep.run import OpenBase, scan_run
+from everstep.seams import FileSystem, WriteFile, failpoint
 from everstep.seams.progress import ProgressSink
-from everstep.state.layout.shards import Body, ShardLayout, at_lsn
-from everstep.tiers.durable_files import SlotStore, ensure_dir, remove_if_there, temporary
+from everstep.state.layout import Body, ShardLayout
+from everstep.state.layout.shards import at_lsn
+from everstep.tiers import SlotStore, ensure_dir, remove_if_there
+from everstep.tiers.durable_files import temporary
 
 _log = logging.getLogger("everstep.keeper")
 

@@ -13,3 +13,7 @@ duty. Read in this order:
 ``auditor``      the background audit: compare a base with the previous base and the log
 ``recalls``      contents of memory, for a restarted trainer or a reader; copies in other tiers
 """
+
+from everstep.keeper.process.duty import AttachedTrainer, Handler, ServedTimeline
+
+__all__ = ["AttachedTrainer", "Handler", "ServedTimeline"]

@@ -13,20 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
-from everstep.commit.job.messages import COORDINATOR
-from everstep.commit.lineage import split_by_history
+from everstep.commit import split_by_history
+from everstep.commit.job import COORDINATOR
 from everstep.errors import AuditError, DeadlineError, EverstepError
-from everstep.format.names import AUDIT_RECORD, base_dir
+from everstep.format import base_dir
+from everstep.format.names import AUDIT_RECORD
 from everstep.format.records import AuditRecord
-from everstep.keeper.log.logs import Logs
+from everstep.keeper.log import Logs
 from everstep.keeper.process.duty import Handler, ServedTimeline
-from everstep.run.scan import newest_timeline, scan_run
+from everstep.run import newest_timeline, scan_run
 from everstep.run.verify import describe_audit
-from everstep.seams import Clock, Seams
-from everstep.seams.filesystem import FileSystem
-from everstep.seams.processes.processes import Child, Ended
-from everstep.seams.processes.threads import Condition
-from everstep.tiers.durable_files import write_durably
+from everstep.seams import Clock, FileSystem, Seams
+from everstep.seams.processes import Child, Condition, Ended
+from everstep.tiers import write_durably
 
 CPU_SHARE = 0.05
 """Largest share of one core for audits, averaged from the start of one to the start of the next."""

@@ -9,19 +9,16 @@ from typing import Any, Protocol
 
 from everstep.errors import KeeperError, StateError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.log.logs import Logs
-from everstep.keeper.persist.base_writer import BaseWriter
-from everstep.keeper.persist.committer import Timeline
-from everstep.keeper.persist.job_link import JobLink
+from everstep.keeper.held import NewestCapture
+from everstep.keeper.log import Logs
+from everstep.keeper.persist import BaseWriter, JobLink, Timeline
 from everstep.keeper.process.duty import AttachedTrainer, Handler, ServedTimeline
-from everstep.keeper.replica.rebuilds import Rebuilds
+from everstep.keeper.replica import Rebuilds
+from everstep.link import Save, error_to_wire
 from everstep.link.capture import Capture, Incoming
 from everstep.link.messages import JobSession, identity_from_wire, layout_from_wire, mailbox_error
-from everstep.link.save import Save
-from everstep.link.wire import error_from_wire, error_to_wire
-from everstep.seams import Seams
-from everstep.seams.failpoints import failpoint
+from everstep.link.wire import error_from_wire
+from everstep.seams import Seams, failpoint
 from everstep.seams.mailbox import TcpMailbox
 
 _log = logging.getLogger("everstep.keeper")

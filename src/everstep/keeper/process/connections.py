@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.keeper.process.duty import AttachedTrainer
-from everstep.link.wire import Connection, accept, error_to_wire
-from everstep.seams.clock import Clock
+from everstep.link import Connection, error_to_wire
+from everstep.link.wire import accept
+from everstep.seams import Clock
 from everstep.seams.processes.processes import descriptors_max
 
 _log = logging.getLogger("everstep.keeper")

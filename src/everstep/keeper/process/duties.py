@@ -13,22 +13,20 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import EverstepError, KeeperError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.log.logs import Logs
-from everstep.keeper.persist.base_writer import BaseWriter
+from everstep.keeper.held import NewestCapture
+from everstep.keeper.log import Logs
+from everstep.keeper.persist import BaseWriter
 from everstep.keeper.process.auditor import Audits
 from everstep.keeper.process.bases import Bases
 from everstep.keeper.process.duty import AttachedTrainer, Duty, Handler, ServedTimeline
 from everstep.keeper.process.recalls import Copies, Recalls
-from everstep.keeper.replica.rebuilds import Rebuilds
-from everstep.keeper.replica.served_replica import ServedReplica
-from everstep.keeper.ship.peer_copies import PeerCopies
+from everstep.keeper.replica import Rebuilds, ServedReplica
+from everstep.keeper.ship import PeerCopies
+from everstep.link import BackgroundChannel, error_to_wire
 from everstep.link.capture import Capture
-from everstep.link.channel import BackgroundChannel
-from everstep.link.wire import error_to_wire
 from everstep.seams import Seams
 
 _log = logging.getLogger("everstep.keeper")

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from everstep.arena.memory import Arena
-from everstep.commit.lineage import BaseId
+from everstep.arena import Arena
+from everstep.commit import BaseId
 from everstep.errors import EverstepError
+from everstep.link import BackgroundChannel, Connection, error_to_wire
 from everstep.link.capture import Capture
-from everstep.link.channel import BackgroundChannel
-from everstep.link.wire import Connection, error_to_wire
-from everstep.seams.processes.processes import PidWatch
-from everstep.state.layout.shards import ShardLayout
+from everstep.seams.processes import PidWatch
+from everstep.state.layout import ShardLayout
 
 if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import MemoryBases

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from everstep.arena.memory import Arena
-from everstep.commit.lineage import BaseId
-from everstep.format.header import BasePlan
+from everstep.arena import Arena
+from everstep.commit import BaseId
+from everstep.format import BasePlan
 from everstep.format.writer import Written
-from everstep.keeper.held.newest_capture import LookReply, NewestCapture
-from everstep.keeper.log.logs import Logs
+from everstep.keeper.held import LookReply, NewestCapture
+from everstep.keeper.log import Logs
 from everstep.keeper.process.bases import Bases
 from everstep.keeper.process.duty import AttachedTrainer, Handler, ServedTimeline
-from everstep.keeper.replica.served_replica import ServedReplica
-from everstep.keeper.ship.peer_copies import PeerCopies
+from everstep.keeper.replica import ServedReplica
+from everstep.keeper.ship import PeerCopies
 from everstep.link.messages import KeeperStats, identity_from_wire, identity_to_wire, parts_of
 from everstep.seams import Seams
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import EverstepError, KeeperError
 from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.keeper.process.connections import Connections, Presence, Registered
 from everstep.keeper.process.duties import Duties
 from everstep.keeper.process.duty import AttachedTrainer
+from everstep.link import Connection, error_to_wire
 from everstep.link.messages import PROTOCOL
-from everstep.link.wire import Connection, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.sockets import close_descriptors
 

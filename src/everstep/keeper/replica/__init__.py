@@ -12,3 +12,8 @@ only package of the keeper that imports torch, and only when it is needed: ``rep
 ``hyperparameters``  hyperparameters that are tensors
 ``lossy_update``     approximate copies of gradients for ``log="adaptive"`` (torch)
 """
+
+from everstep.keeper.replica.rebuilds import Rebuilds
+from everstep.keeper.replica.served_replica import ServedReplica
+
+__all__ = ["Rebuilds", "ServedReplica"]

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.format.header import BasePlan
+from everstep.format import BasePlan
 from everstep.link.capture import shard_offsets
-from everstep.state.layout.entries import OBJECT_PREFIX, Entry
-from everstep.state.layout.shards import Placed, ShardLayout, plan_shards
-from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.layout import OBJECT_PREFIX, Entry, Placed, ShardLayout
+from everstep.state.layout.shards import plan_shards
+from everstep.state.providers import OptimizerProvider
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references
 

@@ -18,8 +18,8 @@ from everstep.errors import FormatError
 from everstep.format.log import LogRecord, record_digest
 from everstep.link.recordable import lossy_entries, record_layout
 from everstep.run.tensors import tensor_of
-from everstep.state.layout.entries import GRADIENT, PART_OBJECT, UPDATE_OBJECT
-from everstep.state.layout.shards import Placed, ShardLayout
+from everstep.state.layout import GRADIENT, Placed, ShardLayout
+from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import host_bytes, tensor_entry
 

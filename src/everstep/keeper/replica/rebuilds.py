@@ -21,21 +21,19 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import EverstepError, KeeperError
-from everstep.format.header import BasePlan
+from everstep.format import BasePlan, TimelineRecord, timeline_dir
 from everstep.format.log import LogRecord, RecordHead, plan_segment, record_digest
-from everstep.format.names import TIMELINE_RECORD, shard_name, timeline_dir
+from everstep.format.names import TIMELINE_RECORD, shard_name
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import TimelineRecord
-from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.persist.base_writer import BaseWriter
-from everstep.keeper.process.duty import AttachedTrainer, Handler, ServedTimeline
+from everstep.keeper.held import NewestCapture
+from everstep.keeper.persist import BaseWriter
+from everstep.keeper.process import AttachedTrainer, Handler, ServedTimeline
 from everstep.link.assembly import Assembly, FuzzyParts, PartialUpdate, assembly_from_wire
 from everstep.link.capture import Capture, RedoFile
-from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem
-from everstep.seams.processes.threads import IoThreads
+from everstep.seams import FileSystem, failpoint
+from everstep.seams.processes import IoThreads
 
 
 def add_redo_file(

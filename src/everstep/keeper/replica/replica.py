@@ -14,18 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError, StateError
-from everstep.format.header import BasePlan
-from everstep.format.records import TimelineRecord
-from everstep.keeper.log.log_store import LoggedStep, LogStore
-from everstep.keeper.persist.base_writer import BaseWriter
+from everstep.format import BasePlan, TimelineRecord
+from everstep.keeper.log import LoggedStep, LogStore
+from everstep.keeper.persist import BaseWriter
+from everstep.link import Save, complete
 from everstep.link.assembly import Samples, check_samples
 from everstep.link.capture import Capture, Incoming, shard_offsets
-from everstep.link.save import Save, complete
-from everstep.seams.failpoints import failpoint
+from everstep.seams import failpoint
 from everstep.seams.memory import copy_view
-from everstep.seams.processes.threads import Condition
+from everstep.seams.processes import Condition
 from everstep.state.layout.shards import pieces
 
 _STEPS_AT_ONCE = 4

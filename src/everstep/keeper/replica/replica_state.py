@@ -13,19 +13,17 @@ from dataclasses import replace
 import torch
 
 from everstep.errors import DamageError
-from everstep.format.header import BasePlan, ShardIdentity
+from everstep.format import BasePlan, Marker, ShardIdentity, TimelineRecord
 from everstep.format.log import NOT_EXACT, LogRecord, RecordHead, record_digest
-from everstep.format.records import Marker, TimelineRecord
-from everstep.keeper.log.log_store import LoggedStep
+from everstep.keeper.log import LoggedStep
 from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperparameters
 from everstep.link.assembly import Assembly, check_samples
 from everstep.link.capture import Capture, shard_offsets
-from everstep.replay.engine import ReplayOptions
+from everstep.replay import ReplayOptions
 from everstep.restore.offline.memory import HostMemory, OfflineState
-from everstep.restore.redo.conditions import replay_conditions
-from everstep.restore.redo.driver import ReplayDriver, Step
+from everstep.restore.redo import ReplayDriver, Step, replay_conditions
 from everstep.run.tensors import as_complex, shape_of_base
-from everstep.state.layout.entries import OBJECT_PREFIX
+from everstep.state.layout import OBJECT_PREFIX
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
 

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from everstep.arena.memory import Arena
-from everstep.commit.lineage import BaseId
+from everstep.arena import Arena
+from everstep.commit import BaseId
 from everstep.errors import EverstepError
-from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.process.duty import AttachedTrainer, Handler, ServedTimeline
+from everstep.keeper.held import NewestCapture
+from everstep.keeper.process import AttachedTrainer, Handler, ServedTimeline
 from everstep.keeper.replica.rebuilds import timeline_record
 from everstep.keeper.replica.replica import BaseRequest, Replica, ReplicaLimits
+from everstep.link import error_to_wire
 from everstep.link.assembly import Samples
 from everstep.link.capture import Capture
-from everstep.link.wire import error_to_wire
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem
 
 _log = logging.getLogger("everstep.keeper")
 

@@ -7,3 +7,18 @@ Runs in the keeper process, after each commit. Read in this order:
 ``history``    steps that ``history=`` keeps reachable, and the bases that they need
 ``deletion``   delete a base or a segment so that a crash at any point is harmless
 """
+
+from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
+from everstep.keeper.retain.history import HistoryFlush, HistoryWindow, history_windows
+from everstep.keeper.retain.retention import ReadBack, Retention
+
+__all__ = [
+    "HistoryFlush",
+    "HistoryWindow",
+    "ReadBack",
+    "Retention",
+    "delete_files",
+    "delete_segments",
+    "history_windows",
+    "perform_deletion",
+]

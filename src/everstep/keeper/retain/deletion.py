@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import PurePath
 
-from everstep.commit.base_commit import CheckFence, FenceSeen
+from everstep.commit import CheckFence, FenceSeen
 from everstep.commit.deletion import (
     AlreadyDeleted,
     BaseDeletion,
@@ -21,24 +21,22 @@ from everstep.commit.deletion import (
     Lift,
     Lifted,
 )
+from everstep.format import MANIFEST, timeline_dir
 from everstep.format.names import (
     AUDIT_RECORD,
     CONDEMNED,
     DELETING,
     LOG_DIR,
-    MANIFEST,
     TEMPORARY_SUFFIX,
     parse_marker,
     parse_rank,
     parse_segment,
     parse_shard,
-    timeline_dir,
 )
-from everstep.run.scan import BaseFound, newest_timeline
+from everstep.run import BaseFound, newest_timeline
 from everstep.run.uncondemn import uncondemn
-from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem
-from everstep.tiers.durable_files import SlotStore, remove_if_there
+from everstep.seams import FileSystem, failpoint
+from everstep.tiers import SlotStore, remove_if_there
 
 
 def delete_base(

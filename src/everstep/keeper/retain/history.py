@@ -16,18 +16,16 @@ from itertools import accumulate, pairwise
 from itertools import chain as chained
 from pathlib import PurePath
 
-from everstep.commit.lineage import BaseId
-from everstep.config.intervals import History
+from everstep.commit import BaseId
+from everstep.config import History
+from everstep.format import TimelineRecord, timeline_dir
 from everstep.format.log import RecordHead
-from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
-from everstep.format.records import TimelineRecord
-from everstep.keeper.log.log_store import LogStore
+from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment
+from everstep.keeper.log import LogStore
+from everstep.run import Inventory
 from everstep.run.chain import LogIndex, chains, common_heads, path_of
-from everstep.run.scan import Inventory
 from everstep.run.segments import SegmentCache, SegmentFound, scan_logs, validated
-from everstep.seams import Seams
-from everstep.seams.clock import Clock
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import Clock, FileSystem, Seams
 
 _Step = tuple[int, int]  # of a timeline
 

@@ -19,35 +19,35 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import PurePath
 
-from everstep.commit.lineage import BaseId, Branch
+from everstep.commit import BaseId
+from everstep.commit.lineage import Branch
 from everstep.commit.log_reach import needed_by
 from everstep.commit.retention import plan_retention
-from everstep.config.intervals import History
+from everstep.config import History
 from everstep.errors import DamageError, FencedError, StorageError
+from everstep.format import MANIFEST, timeline_dir
 from everstep.format.names import (
     AUDIT_RECORD,
     CONDEMNED,
     DELETING,
     LOG_DIR,
-    MANIFEST,
     SLOTS_DIR,
     TEMPORARY_SUFFIX,
     parse_marker,
     parse_shard,
-    timeline_dir,
 )
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain.deletion import delete_base, delete_files, delete_segments
 from everstep.keeper.retain.history import HistoryWindow, SegmentAges
+from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.run.fence import Fence
-from everstep.run.scan import BaseFound, Inventory, TimelineCache, bases_keeping_log, scan_run
+from everstep.run.scan import bases_keeping_log
 from everstep.run.segments import SegmentCache
 from everstep.run.uncondemn import uncondemn
 from everstep.run.verify import verify_base
-from everstep.seams.clock import Clock
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import Clock, FileSystem
 from everstep.seams.progress import silent
-from everstep.tiers.durable_files import SlotStore, remove_if_there, storage_errors
+from everstep.tiers import SlotStore, remove_if_there, storage_errors
 
 
 class ReadBack:

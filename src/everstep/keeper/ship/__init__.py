@@ -14,3 +14,7 @@ Runs in the keeper process, after the commit; training never waits for it. Read 
 ``transfer``     send bytes with a window of unacknowledged ones; what both senders share
 ``lossy_log``    approximate copies of log records for ``log="adaptive"``
 """
+
+from everstep.keeper.ship.peer_copies import PeerCopies
+
+__all__ = ["PeerCopies"]

@@ -24,8 +24,9 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
-from everstep.commit.job.messages import COORDINATOR, CopyMessage, CopyProgress
-from everstep.commit.lineage import BaseId, split_by_history
+from everstep.commit import BaseId, split_by_history
+from everstep.commit.job import COORDINATOR, CopyMessage
+from everstep.commit.job.messages import CopyProgress
 from everstep.errors import (
     DamageError,
     FencedError,
@@ -33,27 +34,17 @@ from everstep.errors import (
     InfeasibleError,
     StorageError,
 )
-from everstep.format.names import (
-    CONDEMNED,
-    MANIFEST,
-    RUN_RECORD,
-    TIMELINE_RECORD,
-    base_dir,
-    marker_name,
-    parse_marker,
-    timeline_dir,
-)
+from everstep.format import MANIFEST, FileRecord, Manifest, Marker, base_dir, timeline_dir
+from everstep.format.names import CONDEMNED, RUN_RECORD, TIMELINE_RECORD, marker_name, parse_marker
 from everstep.format.reader import CheckedFile, read_header, read_record_bytes
-from everstep.format.records import FileRecord, Manifest, Marker, RunRecord
+from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper.retain.retention import ReadBack
+from everstep.keeper.retain import ReadBack
 from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier
-from everstep.run.scan import BaseFound, Inventory, TimelineCache, scan_run
+from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.run.uncondemn import uncondemn_in_tier
-from everstep.seams.clock import Clock
-from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem, ReadFile
-from everstep.tiers.contract import read_record
+from everstep.seams import Clock, FileSystem, ReadFile, failpoint
+from everstep.tiers import read_record
 
 _CHUNKS = 3
 _READERS = 1

@@ -35,12 +35,12 @@ from everstep.errors import (
     OptionError,
     StorageError,
 )
-from everstep.format.names import TIMELINE_RECORD, marker_name, timeline_dir
-from everstep.format.records import Marker
-from everstep.run.scan import Inventory, TimelineCache, newest_timeline, scan_run
-from everstep.seams.clock import Clock
-from everstep.seams.processes.threads import Condition
-from everstep.tiers.contract import Tier, read_record
+from everstep.format import Marker, timeline_dir
+from everstep.format.names import TIMELINE_RECORD, marker_name
+from everstep.run import Inventory, TimelineCache, newest_timeline, scan_run
+from everstep.seams import Clock
+from everstep.seams.processes import Condition
+from everstep.tiers import Tier, read_record
 from everstep.tiers.files import TierFileSystem
 
 HOUR_S = 3600.0

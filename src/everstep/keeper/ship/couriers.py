@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.job.messages import COORDINATOR, CopyMessage, CopyReply, CopyRequest
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
+from everstep.commit.job import COORDINATOR, CopyMessage
+from everstep.commit.job.messages import CopyReply, CopyRequest
 from everstep.errors import DeadlineError, EverstepError
-from everstep.format.header import ShardIdentity
-from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.persist.job_link import JobLink
+from everstep.format import ShardIdentity
+from everstep.keeper.log import LogStore
+from everstep.keeper.persist import JobLink
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
 from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate, pace_s
 from everstep.keeper.ship.log_copies import LogCopies
@@ -23,7 +24,7 @@ from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
 from everstep.link.messages import KeeperStats
 from everstep.seams import Seams
 from everstep.seams.filesystem import observed
-from everstep.tiers.options import TierOptions
+from everstep.tiers import TierOptions
 from everstep.tiers.urls import open_tier
 from everstep.tiers.watched import WatchedTier
 

@@ -16,11 +16,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from everstep.commit.job.messages import COORDINATOR
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
+from everstep.commit.job import COORDINATOR
 from everstep.commit.log_reach import needed_by
 from everstep.errors import DamageError, DeadlineError, FormatError, StorageError
-from everstep.format.header import ShardIdentity
+from everstep.format import Marker, ShardIdentity, timeline_dir
 from everstep.format.log import LogRecord, plan_segment
 from everstep.format.names import (
     LOG_DIR,
@@ -30,16 +30,14 @@ from everstep.format.names import (
     parse_rank,
     parse_segment,
     segment_dir,
-    timeline_dir,
 )
-from everstep.format.records import Marker
 from everstep.format.writer import digest_shard
-from everstep.keeper.log.log_store import LogStore
+from everstep.keeper.log import LogStore
 from everstep.keeper.ship.courier import ROOT, SEGMENT_OBJECTS, Courier, tier_errors
 from everstep.restore.fetch.held import copy_steps
 from everstep.run.scan import bases_keeping_log
-from everstep.seams.failpoints import failpoint
-from everstep.tiers.memory import MemoryFile
+from everstep.seams import failpoint
+from everstep.tiers import MemoryFile
 
 _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from everstep.format.log import LogRecord
-from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.tiers import PeerOptions, TierOptions
 
 
 def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:

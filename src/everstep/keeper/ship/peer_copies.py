@@ -19,11 +19,10 @@ from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from everstep.arena.memory import Arena
-from everstep.commit.job.actions import Send
+from everstep.arena import Arena
+from everstep.commit import BaseId
+from everstep.commit.job import COORDINATOR, Message, Send
 from everstep.commit.job.messages import (
-    COORDINATOR,
-    Message,
     PeerCopyAck,
     PeerCopyBegin,
     PeerCopyChunk,
@@ -34,22 +33,21 @@ from everstep.commit.job.messages import (
     PeerRound,
     PeerRoundReply,
 )
-from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import CopyRounds
 from everstep.errors import EverstepError
-from everstep.format.names import TIMELINE_RECORD, base_dir, timeline_dir
+from everstep.format import Marker, base_dir, timeline_dir
+from everstep.format.names import TIMELINE_RECORD
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import Marker
-from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.held.peer_stores import PeerBaseStore, PeerLogStore
-from everstep.keeper.log.recall_wire import base_from_wire, base_to_wire, log_to_wire
+from everstep.keeper.held import NewestCapture, PeerBaseStore, PeerLogStore
+from everstep.keeper.log import base_from_wire, base_to_wire, log_to_wire
 from everstep.keeper.ship.senders import BaseSender, LogSender, Pace, Source
 from everstep.keeper.ship.transfer import REPEAT_S, PeerLink
 from everstep.link.messages import JobSession, KeeperStats
-from everstep.restore.fetch.held import HeldBase, files_over
-from everstep.run.scan import scan_base
+from everstep.restore.fetch import HeldBase
+from everstep.restore.fetch.held import files_over
+from everstep.run import scan_base
 from everstep.seams import ReadFile, Seams
-from everstep.tiers.options import PeerOptions
+from everstep.tiers import PeerOptions
 
 if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases

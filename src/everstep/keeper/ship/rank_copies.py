@@ -12,25 +12,17 @@ from __future__ import annotations
 import logging
 from pathlib import PurePath
 
+from everstep.commit import BaseId
 from everstep.commit.copy_round import CopyRound
-from everstep.commit.job.messages import (
-    COORDINATOR,
-    CopyMessage,
-    CopyProgress,
-    CopyReply,
-    CopyRequest,
-    CopySettled,
-)
-from everstep.commit.lineage import BaseId
+from everstep.commit.job import COORDINATOR, CopyMessage
+from everstep.commit.job.messages import CopyProgress, CopyReply, CopyRequest, CopySettled
 from everstep.errors import DeadlineError, EverstepError, StorageError
+from everstep.format import Manifest, base_dir
 from everstep.format.message_codec import Stored
-from everstep.format.names import base_dir
-from everstep.format.records import Manifest
 from everstep.keeper.ship.base_copies import BaseCopier, BaseCopies, CopyGroup
 from everstep.keeper.ship.courier import Courier
-from everstep.run.scan import BaseFound
-from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem
+from everstep.run import BaseFound
+from everstep.seams import FileSystem, failpoint
 
 _log = logging.getLogger("everstep.keeper")
 _POLL_S = 0.1

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from everstep.commit import BaseId
+from everstep.commit.job import COORDINATOR, Message
 from everstep.commit.job.messages import (
-    COORDINATOR,
-    Message,
     PeerCopyAck,
     PeerCopyBegin,
     PeerCopyChunk,
@@ -26,13 +26,13 @@ from everstep.commit.job.messages import (
     PeerLogChunk,
     PeerRoundReply,
 )
-from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.message_codec import Stored
-from everstep.keeper.log.log_store import LogStore
+from everstep.keeper.log import LogStore
 from everstep.keeper.ship.transfer import REPEAT_S, PeerLink, SendStats, WindowedTransfer
-from everstep.restore.fetch.held import HeldBase, PackedSteps, pack_steps, unpack_steps
+from everstep.restore.fetch import HeldBase, PackedSteps
+from everstep.restore.fetch.held import pack_steps, unpack_steps
 
 _BATCH_BYTES = 4 << 20
 """Maximum size of several steps sent together; a single step may be larger."""

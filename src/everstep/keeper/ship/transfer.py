@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.commit.job.messages import Message
+from everstep.commit.job import Message
 from everstep.errors import EverstepError, KeeperError
 from everstep.link.messages import JobSession
-from everstep.seams.clock import Clock
+from everstep.seams import Clock
 
 _log = logging.getLogger("everstep.keeper")
 CHUNK_BYTES = 1 << 20

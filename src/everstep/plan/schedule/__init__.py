@@ -11,3 +11,7 @@ Read in this order:
 ``exact``     optimal plans by integer programming; a plan for a traced step, with its figures
 ``timeline``  plans from the events of a real step
 """
+
+from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
+
+__all__ = ["Leaving", "StepPlan", "plan_departures"]

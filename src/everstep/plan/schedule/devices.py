@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from everstep.config.given import nearest
+from everstep.config import nearest
 from everstep.errors import OptionError
 from everstep.plan.schedule.steps import Operator, StepTrace
 

@@ -18,3 +18,19 @@ Read in this order:
 ``node_reads``     files that several ranks of a node need, read once on that node; the shared
                    memory for that
 """
+
+from everstep.restore.fetch.held import HeldBase, KeeperContents, PackedSteps, PeerLog
+from everstep.restore.fetch.peers import FetchCopies
+from everstep.restore.fetch.rank_copies import Copies
+from everstep.restore.fetch.start_channel import Meeting, StartChannel
+
+__all__ = [
+    "Copies",
+    "FetchCopies",
+    "HeldBase",
+    "KeeperContents",
+    "Meeting",
+    "PackedSteps",
+    "PeerLog",
+    "StartChannel",
+]

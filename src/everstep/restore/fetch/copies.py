@@ -22,20 +22,12 @@ from everstep.errors import (
     RecoveryError,
     StorageError,
 )
-from everstep.format.names import (
-    CONDEMNED,
-    DELETING,
-    MANIFEST,
-    RUN_RECORD,
-    TIMELINE_RECORD,
-    timeline_dir,
-)
+from everstep.format import MANIFEST, TimelineRecord, timeline_dir
+from everstep.format.names import CONDEMNED, DELETING, RUN_RECORD, TIMELINE_RECORD
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import TimelineRecord
 from everstep.run.uncondemn import uncondemn_in_tier
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
-from everstep.tiers.contract import Tier, read_record
-from everstep.tiers.durable_files import write_durably
+from everstep.seams import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.tiers import Tier, read_record, write_durably
 from everstep.tiers.files import TierFileSystem
 
 # Their creation decides between processes, so link() must be exclusive in the tiers as well.

@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import PurePath
 
-from everstep.commit.job.offers import Choice, Needs
-from everstep.commit.lineage import BaseId
-from everstep.commit.retention import COPY_TIERS
-from everstep.format.names import base_dir
+from everstep.commit import COPY_TIERS, BaseId
+from everstep.commit.job import Choice, Needs
+from everstep.format import base_dir
 from everstep.format.writer import CHUNK_BYTES
 from everstep.restore.fetch.rank_copies import CopyOfRun
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams import DirEntry, FileSystem, ReadFile
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.processes.threads import IoThreads
+from everstep.seams.processes import IoThreads
 from everstep.tiers.files import ReadingFileSystem
 
 _CHUNK_BYTES = CHUNK_BYTES

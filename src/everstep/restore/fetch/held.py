@@ -18,19 +18,19 @@ from pathlib import PurePath
 
 import numpy as np
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import run_of
 from everstep.errors import DamageError, FormatError
-from everstep.format.digests import Digester, digest, digest_of_file
+from everstep.format import FileRecord, Marker, TimelineRecord, digest
+from everstep.format.digests import Digester, digest_of_file
 from everstep.format.log import LogRecord, pack_index, records_of_packed
 from everstep.format.reader import read_header
-from everstep.format.records import FileRecord, Marker, TimelineRecord
+from everstep.run import Inventory, OpenBase
 from everstep.run.fence import timeline_bytes
-from everstep.run.open_base import OpenBase, check_identity
-from everstep.run.scan import Inventory
+from everstep.run.open_base import check_identity
 from everstep.seams import FileSystem, ReadFile
-from everstep.tiers.memory import MemoryFile
+from everstep.tiers import MemoryFile
 
 _PATH = PurePath("log of a peer")
 # Tensors are made over this memory without a copy, so each record is aligned for any dtype.

@@ -42,17 +42,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import Arena
-from everstep.commit.job.offers import Needs
+from everstep.arena import PAGE_BYTES, Arena
+from everstep.commit.job import Needs
 from everstep.errors import EverstepError, StateError, UnavailableError
-from everstep.format.digests import digest
-from everstep.format.records import Manifest
+from everstep.format import Manifest, digest
 from everstep.restore.fetch.sources import Place
-from everstep.run.open_base import OpenBase
-from everstep.run.scan import BaseFound
-from everstep.seams.clock import Clock
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, ReadFile
+from everstep.run import BaseFound, OpenBase
+from everstep.seams import Clock, ReadFile
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.locks import Claims, descriptor_of
 from everstep.seams.sockets import close_descriptors
 

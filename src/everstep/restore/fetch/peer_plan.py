@@ -14,23 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from everstep.commit.job.offers import (
-    BaseOffer,
-    Choice,
-    Needs,
-    Offer,
-    Piece,
-    choose,
-    merge_timelines,
-)
-from everstep.commit.lineage import BaseId
+from everstep.commit import COPY_TIERS, BaseId
+from everstep.commit.job import Choice, Needs, Offer
+from everstep.commit.job.offers import BaseOffer, Piece, choose, merge_timelines
 from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import merge_runs
-from everstep.commit.retention import COPY_TIERS
 from everstep.errors import RecoveryError
-from everstep.format.digests import digest
+from everstep.format import Manifest, Marker, TimelineRecord, digest
 from everstep.format.message_codec import Count, Rank
-from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
+from everstep.format.records import manifest_of
 from everstep.restore.fetch.held import PeerLog, size_of
 from everstep.restore.fetch.served_files import Coverage
 

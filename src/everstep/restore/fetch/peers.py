@@ -19,13 +19,14 @@ from typing import Any
 
 import msgspec
 
-from everstep.commit.job.messages import ChunkReply, ChunkRequest, FetchProgress
+from everstep.commit import BaseId
+from everstep.commit.job import Choice, ChunkReply, ChunkRequest, Needs, Offer
+from everstep.commit.job.messages import FetchProgress
 from everstep.commit.job.offer_codec import decode_offer, encode_offer
-from everstep.commit.job.offers import Choice, Needs, Offer, Piece
-from everstep.commit.lineage import BaseId
+from everstep.commit.job.offers import Piece
 from everstep.errors import DamageError, FormatError
+from everstep.format import Marker, TimelineRecord
 from everstep.format.message_codec import Count, Decoder, Stored, encode
-from everstep.format.records import Marker, TimelineRecord
 from everstep.restore.fetch.held import (
     FetchedLog,
     HeldBase,
@@ -46,8 +47,8 @@ from everstep.restore.fetch.peer_plan import (
 )
 from everstep.restore.fetch.served_files import Coverage, OpenFile, ServedFiles
 from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes, StartChannel
-from everstep.run.scan import Inventory
-from everstep.seams.clock import Clock
+from everstep.run import Inventory
+from everstep.seams import Clock
 
 _log = logging.getLogger("everstep")
 _WIRE = PurePath("copy")

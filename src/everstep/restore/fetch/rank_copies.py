@@ -17,31 +17,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
+from everstep.commit.job import Choice, Offer
+from everstep.commit.job.offers import BaseOffer, Piece
 from everstep.errors import EverstepError, ForeignDirectoryError, RecoveryError, StorageError
-from everstep.format.digests import digest
-from everstep.format.names import (
-    CONDEMNED,
-    DELETING,
+from everstep.format import (
     MANIFEST,
-    RUN_RECORD,
-    TIMELINE_RECORD,
+    Manifest,
+    Marker,
+    TimelineRecord,
     base_dir,
+    digest,
     timeline_dir,
 )
+from everstep.format.names import CONDEMNED, DELETING, RUN_RECORD, TIMELINE_RECORD
 from everstep.format.reader import read_body, read_record_bytes
-from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord
+from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
-from everstep.run.open_base import OpenBase
-from everstep.run.scan import BaseFound, Inventory, scan_base, scan_run
+from everstep.run import BaseFound, Inventory, OpenBase, scan_base, scan_run
 from everstep.run.uncondemn import uncondemn, uncondemn_in_tier
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams import DirEntry, FileSystem, ReadFile
 from everstep.seams.progress import silent
-from everstep.tiers.contract import Tier
-from everstep.tiers.durable_files import create_exclusive, ensure_dir, ensure_dirs, sync_if_allowed
+from everstep.tiers import MemoryFile, Tier, ensure_dir
+from everstep.tiers.durable_files import create_exclusive, ensure_dirs, sync_if_allowed
 from everstep.tiers.files import ReadingFileSystem, TierFileSystem
-from everstep.tiers.memory import MemoryFile
 
 
 def offer_of(

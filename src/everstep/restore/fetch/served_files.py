@@ -8,17 +8,14 @@ from contextlib import suppress
 from functools import partial
 from pathlib import PurePath
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import EverstepError
-from everstep.format.names import base_dir
-from everstep.format.records import Marker
+from everstep.format import Marker, base_dir
 from everstep.restore.fetch.held import size_of
-from everstep.run.open_base import OpenBase
-from everstep.run.scan import BaseFound
-from everstep.seams.filesystem import FileSystem, ReadFile
-from everstep.state.layout.entries import OBJECT_PREFIX
-from everstep.state.layout.placement import Placement, replicas_on_mesh
-from everstep.state.layout.shards import Placed
+from everstep.run import BaseFound, OpenBase
+from everstep.seams import FileSystem, ReadFile
+from everstep.state.layout import OBJECT_PREFIX, Placed, Placement
+from everstep.state.layout.placement import replicas_on_mesh
 
 _log = logging.getLogger("everstep")
 

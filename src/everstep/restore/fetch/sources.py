@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TypeVar
 
-from everstep.commit.job.offers import Source
-from everstep.commit.lineage import BaseId
-from everstep.commit.retention import COPY_TIERS
+from everstep.commit import COPY_TIERS, BaseId
+from everstep.commit.job import Source
 from everstep.errors import DamageError, FormatError, NewerFormatError, RecoveryError
 from everstep.format.names import parse_marker, parse_shard
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.load.saved_ranks import HoleError
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem
 
 
 @dataclass(frozen=True, slots=True)

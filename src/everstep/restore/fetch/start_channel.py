@@ -13,15 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from everstep.commit.job import COORDINATOR, ChunkReply, ChunkRequest, Message
 from everstep.commit.job.messages import (
-    COORDINATOR,
     Answer,
-    ChunkReply,
-    ChunkRequest,
     Command,
     Envelope,
     FetchProgress,
-    Message,
     StartFailed,
     accept,
     encode_message,

@@ -8,3 +8,28 @@ Runs in the training process (and in ``everstep.load``). Read in this order:
 ``load``         all of it, in order: compare, stream, restore; live state while a restore proceeds;
                  check for NaN and infinity
 """
+
+from everstep.restore.load.load import (
+    OTHER_STATE,
+    LoadedBase,
+    Reads,
+    Restored,
+    contents,
+    load_ranks,
+    nonfinite_notice,
+    rank_contents,
+)
+from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks
+
+__all__ = [
+    "OTHER_STATE",
+    "LoadedBase",
+    "Reads",
+    "Restored",
+    "SavedLayout",
+    "SavedRanks",
+    "contents",
+    "load_ranks",
+    "nonfinite_notice",
+    "rank_contents",
+]

@@ -20,11 +20,10 @@ from typing import Any, Protocol
 
 import torch
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import FormatError, MismatchError
-from everstep.format.digests import digest
+from everstep.format import Marker, digest
 from everstep.format.reader import ReadsAhead, read_body
-from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.pieces import Fill, PieceReads, fills, fills_by_file
 from everstep.restore.load.saved_ranks import (
@@ -41,18 +40,16 @@ from everstep.restore.load.targets import (
     shared_memory_error,
     tie_changes,
 )
-from everstep.run.open_base import OpenBase, Opened, open_ranks
-from everstep.run.scan import BaseFound, Skipped
+from everstep.run import BaseFound, OpenBase, Skipped
+from everstep.run.open_base import Opened, open_ranks
 from everstep.run.tensors import shape_of_base
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink, silent
-from everstep.state.layout.entries import OBJECT_PREFIX, Entry
-from everstep.state.layout.placement import Box
+from everstep.state.layout import OBJECT_PREFIX, Box, Entry
+from everstep.state.providers import OptimizerProvider, RestorePlan
 from everstep.state.providers.gradients import discard_gradients
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.provider import RestorePlan
-from everstep.state.ranks.rank_share import SkippedState
+from everstep.state.ranks import SkippedState
 from everstep.state.training_state import NOT_IN_STATE, State
 from everstep.state.values.tensors import host_bytes, local_tensor
 from everstep.state.values.tree import join, references

@@ -15,8 +15,8 @@ import numpy as np
 from everstep.errors import FormatError
 from everstep.format.header import ShardHeader
 from everstep.restore.load.saved_ranks import Piece, SavedRanks
+from everstep.state.layout import Box
 from everstep.state.layout.entries import DTYPE_BYTES
-from everstep.state.layout.placement import Box
 from everstep.state.layout.shards import overlaps
 
 

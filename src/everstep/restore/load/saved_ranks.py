@@ -19,21 +19,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.job.offers import Needs
+from everstep.commit.job import Needs
 from everstep.errors import DamageError, FormatError, RecoveryError
-from everstep.format.digests import digest
+from everstep.format import FileRecord, Manifest, Marker, digest
 from everstep.format.header import ShardHeader
-from everstep.format.records import FileRecord, Manifest, Marker
-from everstep.run.open_base import OpenBase
+from everstep.run import OpenBase
 from everstep.run.tensors import shape_of_base
-from everstep.seams.filesystem import ReadFile
-from everstep.state.layout.entries import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION, Entry
-from everstep.state.layout.placement import Box, Placement
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import PARTITIONED, ZeroProvider
-from everstep.state.ranks.ddp import BUCKETS_SECTION
-from everstep.state.ranks.writers import RankInfo
+from everstep.seams import ReadFile
+from everstep.state.layout import OBJECT_PREFIX, Box, Entry, Placement
+from everstep.state.layout.entries import OBJECT_BYTES_MAX, RNG_SECTION
+from everstep.state.providers import PARTITIONED, ModuleProvider, OptimizerProvider, ZeroProvider
+from everstep.state.ranks import BUCKETS_SECTION, RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references

@@ -17,11 +17,9 @@ from everstep.errors import FormatError, MismatchError, RecoveryError
 from everstep.restore.load.saved_ranks import View
 from everstep.run.tensors import copy_into, with_strides
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.placement import Box
+from everstep.state.layout import Box, Entry
+from everstep.state.providers import ModuleProvider, RestorePlan
 from everstep.state.providers.gradients import discard_gradients
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.provider import RestorePlan
 from everstep.state.training_state import State
 from everstep.state.values.tensors import (
     byte_view,

@@ -9,18 +9,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.commit.log_reach import needed_by
 from everstep.errors import DamageError, EverstepError, FormatError, StorageError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.copies import switch_to_copy
 from everstep.restore.fetch.rank_copies import tier_errors
-from everstep.run.chain import Chain, LogIndex
+from everstep.run import Chain, Inventory, Skipped
+from everstep.run.chain import LogIndex
 from everstep.run.log_reads import Key, LogReads, ReadFrom, find_record, key_of
-from everstep.run.scan import Inventory, Skipped
 from everstep.run.segments import SegmentFound, scan_log, validated
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem
 from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from everstep.commit import BaseId
 from everstep.commit.job.offers import recovery_hint
-from everstep.commit.lineage import BaseId, describe_missing_steps
+from everstep.commit.lineage import describe_missing_steps
 from everstep.errors import RecoveryError
-from everstep.run.chain import Chain, LogIndex, chains, path_of
-from everstep.run.scan import BaseFound, Candidates, Inventory, Skipped, candidates
+from everstep.run import BaseFound, Chain, Inventory, Skipped
+from everstep.run.chain import LogIndex, chains, path_of
+from everstep.run.scan import Candidates, candidates
 
 
 @dataclass(frozen=True, slots=True)

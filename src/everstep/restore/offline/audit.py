@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Literal
 
-from everstep.commit.lineage import BaseId, split_by_history
+from everstep.commit import BaseId, split_by_history
 from everstep.errors import (
     AuditError,
     DamageError,
@@ -25,23 +25,22 @@ from everstep.errors import (
     StorageError,
     UnsupportedStateError,
 )
-from everstep.format.digests import digest
+from everstep.format import digest
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.offline.job_state import JobState, rank_entry_name
 from everstep.restore.offline.rebuild import Rebuilder, ReplayResult
 from everstep.restore.offline.run_log import RunLog, bases_on
-from everstep.restore.redo.conditions import replay_conditions
-from everstep.run.chain import Chain, path_of
+from everstep.restore.redo import replay_conditions
+from everstep.run import BaseFound, Chain, newest_timeline, scan_base, scan_run
+from everstep.run.chain import path_of
 from everstep.run.open_base import open_ranks
-from everstep.run.scan import BaseFound, newest_timeline, scan_base, scan_run
 from everstep.run.segments import SegmentFound
 from everstep.run.verify import NAMES_MAX
-from everstep.seams import Clock
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import Clock, FileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.layout.entries import Entry
+from everstep.state.layout import Entry
 from everstep.version import __version__
 
 Verdict = Literal["equal", "different", "unchecked"]

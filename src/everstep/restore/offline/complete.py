@@ -11,17 +11,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from everstep.errors import AuditError, FormatError, ReplayError
+from everstep.format import TimelineRecord
 from everstep.format.log import LogRecord
-from everstep.format.records import TimelineRecord
-from everstep.restore.load.load import LoadedBase, Reads, rank_contents
+from everstep.restore.load import LoadedBase, Reads, rank_contents
 from everstep.restore.offline.memory import HostMemory
-from everstep.restore.redo.conditions import fingerprint_difference
-from everstep.restore.redo.driver import Memory, ReplayDriver, Step
-from everstep.restore.redo.live import LiveMemory
-from everstep.restore.redo.owned import parameter_names
-from everstep.run.open_base import OpenBase, RedoRecords, read_redo_file
-from everstep.state.layout.entries import GRADIENT
-from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.restore.redo import (
+    LiveMemory,
+    ReplayDriver,
+    Step,
+    fingerprint_difference,
+    parameter_names,
+)
+from everstep.restore.redo.driver import Memory
+from everstep.run import OpenBase
+from everstep.run.open_base import RedoRecords, read_redo_file
+from everstep.state.layout import GRADIENT
+from everstep.state.providers import OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.tree import references
 

@@ -16,26 +16,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.mark_samples import MarkComparison
+from everstep.capture import MarkComparison
 from everstep.errors import FormatError, UnsupportedStateError
-from everstep.format.digests import digest
+from everstep.format import Marker, digest
 from everstep.format.log import LogRecord, RecordHead
-from everstep.format.records import Marker
-from everstep.replay.exactness import Exactness
+from everstep.replay import Exactness
+from everstep.restore.load import SavedRanks
 from everstep.restore.load.pieces import fills
-from everstep.restore.load.saved_ranks import Piece, SavedRanks
+from everstep.restore.load.saved_ranks import Piece
 from everstep.restore.offline.memory import HostMemory, OfflineState
-from everstep.restore.redo.driver import (
-    MarkEntries,
-    ReplayDriver,
-    Step,
-    divergence_error,
-    sampled_difference,
-)
-from everstep.restore.redo.owned import RankObjects, merge_zero_objects, owned_entries
-from everstep.state.layout.entries import HYPER, OBJECT_PREFIX, PART_OBJECT, SAMPLE, Entry
-from everstep.state.layout.placement import Box, Placement
-from everstep.state.layout.shards import Placed
+from everstep.restore.redo import MarkEntries, ReplayDriver, Step, owned_entries, sampled_difference
+from everstep.restore.redo.driver import divergence_error
+from everstep.restore.redo.owned import RankObjects, merge_zero_objects
+from everstep.state.layout import OBJECT_PREFIX, SAMPLE, Box, Entry, Placed, Placement
+from everstep.state.layout.entries import HYPER, PART_OBJECT
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 from everstep.state.values.tree import references

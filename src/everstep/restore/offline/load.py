@@ -14,28 +14,23 @@ from typing import Any
 import torch
 
 from everstep.errors import FormatError
-from everstep.format.records import TimelineRecord
-from everstep.replay.engine import ONE_THREAD, ReplayOptions
-from everstep.restore.load.load import Reads
+from everstep.format import TimelineRecord
+from everstep.replay import ONE_THREAD, ReplayOptions
+from everstep.restore.load import Reads, SavedRanks
 from everstep.restore.load.pieces import Fill, PieceReads, fills_by_file
-from everstep.restore.load.saved_ranks import Piece, SavedRanks, View
+from everstep.restore.load.saved_ranks import Piece, View
 from everstep.restore.offline.job_state import JobState, RankReplay, Sharing, TensorKey, tensor_key
 from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.offline.rank_files import complete_rank_files, read_rank_files, require_memory
-from everstep.restore.redo.owned import (
-    is_partitioned,
-    merged_object,
-    owned_entries,
-    parameter_names,
-)
-from everstep.run.open_base import OpenBase, open_ranks
-from everstep.run.scan import BaseFound
+from everstep.restore.redo import owned_entries, parameter_names
+from everstep.restore.redo.owned import is_partitioned, merged_object
+from everstep.run import BaseFound, OpenBase
+from everstep.run.open_base import open_ranks
 from everstep.run.tensors import shape_of_base
-from everstep.seams.filesystem import FileSystem
-from everstep.state.layout.entries import OBJECT_PREFIX, Entry
-from everstep.state.layout.placement import Box, Placement, box_on_mesh
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import PARTITIONED
+from everstep.seams import FileSystem
+from everstep.state.layout import OBJECT_PREFIX, Box, Entry, Placement
+from everstep.state.layout.placement import box_on_mesh
+from everstep.state.providers import PARTITIONED, OptimizerProvider
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 

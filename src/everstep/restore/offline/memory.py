@@ -18,22 +18,31 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep.capture.mark_samples import MarkComparison
+from everstep.capture import MarkComparison
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
-from everstep.format.digests import digest
+from everstep.format import Marker, digest
 from everstep.format.log import LogRecord
-from everstep.format.records import Marker
-from everstep.replay.engine import ONE_THREAD, Replayer, ReplayOptions
-from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
+from everstep.replay import (
+    ONE_THREAD,
+    Exactness,
+    Replayer,
+    ReplayOptions,
+    Update,
+    is_elementwise,
+    replay_kind,
+)
 from everstep.replay.optimizer_step import makes_state_when_built
-from everstep.replay.updates import Update
-from everstep.restore.redo.driver import MarkEntries, Step, sampled_difference
-from everstep.restore.redo.owned import owned_entries, parameter_names
+from everstep.restore.redo import (
+    MarkEntries,
+    Step,
+    owned_entries,
+    parameter_names,
+    sampled_difference,
+)
 from everstep.restore.redo.updates import DeclaredRedo, own_share
 from everstep.run.tensors import tensor_of, with_strides
-from everstep.state.layout.entries import OBJECT_PREFIX, Entry
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import PARTITIONED
+from everstep.state.layout import OBJECT_PREFIX, Entry
+from everstep.state.providers import PARTITIONED, OptimizerProvider
 from everstep.state.values.objects import TensorRef, decode, encode
 from everstep.state.values.tensors import host_bytes
 from everstep.state.values.tree import join, references

@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from everstep.errors import FormatError, ReplayError, UnavailableError, UnsupportedStateError
-from everstep.format.records import TimelineRecord
-from everstep.replay.engine import ReplayOptions
-from everstep.restore.load.load import Reads, contents, rank_contents
+from everstep.format import TimelineRecord
+from everstep.replay import ReplayOptions
+from everstep.restore.load import Reads, contents, rank_contents
 from everstep.restore.load.pieces import Fill
 from everstep.restore.offline.complete import complete_offline_base
 from everstep.restore.offline.memory import HostMemory, OfflineState
-from everstep.restore.redo.conditions import replay_conditions
-from everstep.run.open_base import OpenBase
+from everstep.restore.redo import replay_conditions
+from everstep.run import OpenBase
 from everstep.run.tensors import shape_of_base
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.processes.processes import available_cores
-from everstep.state.layout.entries import OBJECT_PREFIX, Entry
-from everstep.state.layout.shards import Placed, overlaps
+from everstep.seams.processes import available_cores
+from everstep.state.layout import OBJECT_PREFIX, Entry, Placed
+from everstep.state.layout.shards import overlaps
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 
 _ALIVE_S = 0.5

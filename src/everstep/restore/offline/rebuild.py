@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import (
     AuditError,
     DamageError,
@@ -30,18 +30,17 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
-from everstep.replay.engine import ReplayOptions
-from everstep.restore.load.load import Reads
+from everstep.replay import ReplayOptions
+from everstep.restore.load import Reads
 from everstep.restore.offline.job_state import JobState
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.memory import OfflineState
 from everstep.restore.offline.run_log import RunLog, spans
-from everstep.restore.redo.conditions import replay_conditions
-from everstep.run.chain import Chain
+from everstep.restore.redo import replay_conditions
+from everstep.run import BaseFound, Chain, Skipped
 from everstep.run.prefetch import Prefetch
-from everstep.run.scan import BaseFound, Skipped
 from everstep.run.verify import audit_of, describe_audit
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem
 from everstep.seams.progress import progress
 
 _Way = tuple[BaseFound, Chain]

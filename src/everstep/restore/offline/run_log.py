@@ -10,21 +10,20 @@ from dataclasses import dataclass, replace
 from itertools import chain as chained
 from types import MappingProxyType
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
-from everstep.restore.load.load import contents
-from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks
+from everstep.restore.load import SavedLayout, SavedRanks, contents
+from everstep.restore.log import current_first
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.log.reach import current_first
 from everstep.restore.offline.job_state import JobStep
-from everstep.run.chain import Chain, LogIndex, common_heads, path_of
-from everstep.run.open_base import OpenBase, open_ranks
-from everstep.run.scan import BaseFound, Inventory
+from everstep.run import BaseFound, Chain, Inventory, OpenBase
+from everstep.run.chain import LogIndex, common_heads, path_of
+from everstep.run.open_base import open_ranks
 from everstep.run.segments import SegmentFound, scan_logs, validated
 from everstep.run.tensors import shape_of_base
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem
 from everstep.state.layout.entries import shape_of_all
 
 _ATTEMPTS = 8

@@ -12,3 +12,21 @@ in the keeper's replica. Read in this order:
 ``owned``       entries that belong to optimizers, found from a base's object trees; optimizer state
                 that ZeRO distributes over ranks, merged
 """
+
+from everstep.restore.redo.conditions import fingerprint_difference, replay_conditions
+from everstep.restore.redo.driver import MarkEntries, ReplayDriver, Step, sampled_difference
+from everstep.restore.redo.live import LiveMemory, live_tensors
+from everstep.restore.redo.owned import owned_entries, parameter_names
+
+__all__ = [
+    "LiveMemory",
+    "MarkEntries",
+    "ReplayDriver",
+    "Step",
+    "fingerprint_difference",
+    "live_tensors",
+    "owned_entries",
+    "parameter_names",
+    "replay_conditions",
+    "sampled_difference",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from everstep.format.records import TimelineRecord
+from everstep.format import TimelineRecord
 from everstep.seams.fingerprint import (
     describe_threads,
     fingerprint,

@@ -15,17 +15,16 @@ from typing import Protocol
 
 import torch
 
-from everstep.capture.mark_samples import MarkComparison
+from everstep.capture import MarkComparison
 from everstep.errors import AuditError, DamageError, EverstepError
 from everstep.format.log import LogRecord
-from everstep.replay.exactness import Exactness
+from everstep.replay import Exactness, Update
 from everstep.replay.optimizer_step import default_dtype
-from everstep.replay.updates import Update
 from everstep.restore.redo.updates import DeclaredRedo, update_from_record
 from everstep.run.tensors import tensor_of
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.layout.entries import SAMPLE, SPOT
-from everstep.state.layout.shards import Placed
+from everstep.state.layout import SAMPLE, Placed
+from everstep.state.layout.entries import SPOT
 
 STEPS_AT_ONCE = 5
 """Largest number of steps replayed in one pass over the state; more gain nothing."""

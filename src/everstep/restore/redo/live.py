@@ -20,20 +20,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep.capture.mark_samples import MarkComparison
+from everstep.capture import MarkComparison
 from everstep.errors import FormatError, MismatchError
 from everstep.format.log import LogRecord
-from everstep.replay.engine import Replayer, ReplayOptions
-from everstep.replay.exactness import Exactness
-from everstep.replay.updates import Update
+from everstep.replay import Exactness, Replayer, ReplayOptions, Update
 from everstep.restore.redo.driver import MarkEntries, Step, sampled_difference
 from everstep.restore.redo.updates import DeclaredRedo, UnknownClassError, replay_class
 from everstep.run.tensors import copy_into, tensor_of
-from everstep.seams.processes.processes import available_cores
-from everstep.state.layout.entries import OBJECT_PREFIX, SAMPLE, Entry
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.provider import RestorePlan
-from everstep.state.providers.zero import local_optimizer
+from everstep.seams.processes import available_cores
+from everstep.state.layout import OBJECT_PREFIX, SAMPLE, Entry
+from everstep.state.providers import OptimizerProvider, RestorePlan, local_optimizer
 from everstep.state.survey import same_objects
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode

@@ -12,10 +12,8 @@ from typing import Any
 
 from everstep.errors import FormatError
 from everstep.format.log import LogRecord
-from everstep.state.layout.entries import OBJECT_PREFIX
-from everstep.state.layout.placement import Placement
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import PARTITIONED
+from everstep.state.layout import OBJECT_PREFIX, Placement
+from everstep.state.providers import PARTITIONED, OptimizerProvider
 from everstep.state.values.objects import TensorRef, decode, encode
 from everstep.state.values.tree import references
 

@@ -23,23 +23,21 @@ from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError, MismatchError, ReplayError
 from everstep.format.log import LogRecord
-from everstep.replay.exactness import Exactness, kind_name, replay_kind
-from everstep.replay.updates import Gradient, Packed, Update
+from everstep.replay import Exactness, Gradient, Update, kind_name, replay_kind
+from everstep.replay.updates import Packed
 from everstep.run.tensors import copy_into, tensor_of, with_strides
+from everstep.state.layout import GRADIENT, SAMPLE, Placed
 from everstep.state.layout.entries import (
-    GRADIENT,
     HYPER,
     INDICES,
     INT8,
     PART_OBJECT,
-    SAMPLE,
     SCALES,
     SPOT,
     UPDATE_OBJECT,
     VALUES,
 )
-from everstep.state.layout.shards import Placed
-from everstep.state.ranks.log_shares import names_digest
+from everstep.state.ranks import names_digest
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype

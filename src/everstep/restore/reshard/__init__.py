@@ -8,3 +8,7 @@ Runs in the training process. Read in this order:
 ``marks``      step marks of the old ranks, restored as a base of theirs would be
 ``replay``     replay of the steps
 """
+
+from everstep.restore.reshard.logs import LogsInMemory, ReshardedLogs
+
+__all__ = ["LogsInMemory", "ReshardedLogs"]

@@ -16,16 +16,21 @@ from torch.optim import Optimizer
 
 from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
-from everstep.replay.exactness import is_elementwise, kind_name, variant_of
-from everstep.replay.updates import Gradient, Update, dense
-from everstep.restore.load.saved_ranks import SavedLayout
+from everstep.replay import Gradient, Update, is_elementwise, kind_name
+from everstep.replay.exactness import variant_of
+from everstep.replay.updates import dense
+from everstep.restore.load import SavedLayout
 from everstep.restore.redo.updates import gradients_of, replay_class, update_from_record
 from everstep.run.tensors import tensor_of
+from everstep.state.layout import Box, Placement
 from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
-from everstep.state.layout.placement import Box, Placement, box_on_mesh
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import ZeroProvider, local_optimizer
+from everstep.state.layout.placement import box_on_mesh
+from everstep.state.providers import (
+    ModuleProvider,
+    OptimizerProvider,
+    ZeroProvider,
+    local_optimizer,
+)
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode, join_path
 from everstep.state.values.tensors import local_box, local_tensor

@@ -11,15 +11,16 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.commit.log_reach import LogRun, runs_of
 from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.held import PeerLog, unpack_steps
+from everstep.restore.fetch import PeerLog
+from everstep.restore.fetch.held import unpack_steps
 from everstep.restore.log.log_found import LogFound, LogReader
-from everstep.run.scan import Inventory, Skipped
-from everstep.seams.filesystem import FileSystem
+from everstep.run import Inventory, Skipped
+from everstep.seams import FileSystem
 
 _log = logging.getLogger("everstep")
 

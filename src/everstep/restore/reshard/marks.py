@@ -16,20 +16,20 @@ import torch
 
 from everstep.capture.mark_samples import sample_indices
 from everstep.errors import FormatError
-from everstep.format.digests import digest
+from everstep.format import FileRecord, digest
 from everstep.format.header import ShardHeader
 from everstep.format.log import LogRecord
-from everstep.format.records import FileRecord
+from everstep.restore.load import SavedLayout, SavedRanks
 from everstep.restore.load.pieces import fills
-from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks, View
+from everstep.restore.load.saved_ranks import View
 from everstep.restore.load.targets import box_here, part_of
-from everstep.restore.redo.live import live_tensors, require_fit, restore_from_mark
-from everstep.run.open_base import OpenBase
+from everstep.restore.redo import live_tensors
+from everstep.restore.redo.live import require_fit, restore_from_mark
+from everstep.run import OpenBase
 from everstep.run.tensors import tensor_of
-from everstep.state.layout.entries import OBJECT_PREFIX, SAMPLE, SPOT, Entry
-from everstep.state.layout.placement import Box, Placement
-from everstep.state.layout.shards import Placed
-from everstep.state.providers.provider import RestorePlan
+from everstep.state.layout import OBJECT_PREFIX, SAMPLE, Box, Entry, Placed, Placement
+from everstep.state.layout.entries import SPOT
+from everstep.state.providers import RestorePlan
 from everstep.state.training_state import State
 from everstep.state.values.tensors import (
     dtensor_over,

@@ -11,21 +11,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError, ReplayError
+from everstep.format import TimelineRecord
 from everstep.format.log import NOT_EXACT, LogRecord
-from everstep.format.records import TimelineRecord
-from everstep.replay.updates import Update
-from everstep.restore.load.load import Restored
-from everstep.restore.load.saved_ranks import SavedLayout
-from everstep.restore.redo.conditions import fingerprint_difference
-from everstep.restore.redo.driver import MarkEntries, ReplayDriver, Step
-from everstep.restore.redo.live import LiveMemory, live_tensors, mark_holds_less
+from everstep.replay import Update
+from everstep.restore.load import Restored, SavedLayout
+from everstep.restore.redo import (
+    LiveMemory,
+    MarkEntries,
+    ReplayDriver,
+    Step,
+    fingerprint_difference,
+    live_tensors,
+)
+from everstep.restore.redo.live import mark_holds_less
 from everstep.restore.reshard.gradients import ReshardedGradients
 from everstep.restore.reshard.marks import ReshardedSamples, restore_marks
-from everstep.run.scan import Skipped
+from everstep.run import Skipped
 from everstep.seams.progress import progress
-from everstep.state.ranks.log_shares import updated_elsewhere
+from everstep.state.ranks import updated_elsewhere
 from everstep.state.training_state import State
 
 Fetch = Callable[[Sequence[int], int, int], Mapping[int, Sequence[LogRecord]]]

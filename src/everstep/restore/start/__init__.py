@@ -14,3 +14,22 @@ both restore by the same replay, and give the same result. Read in this order:
 ``rank_log``      one rank's log in such a resume; records that ranks send each other meanwhile
 ``job_outcome``   the result of one rank, for itself and for the others
 """
+
+from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
+from everstep.restore.start.rank_loader import needs_on_disk
+from everstep.restore.start.rank_log import RankLog
+from everstep.restore.start.report import Recovery, Resumed, ResumeRequest, describe
+from everstep.restore.start.resume_job import resume_all_ranks
+
+__all__ = [
+    "RankLog",
+    "Recovery",
+    "ResumeRequest",
+    "Resumed",
+    "describe",
+    "doubted",
+    "needs_on_disk",
+    "recovery_report",
+    "resume_all_ranks",
+    "with_ranks",
+]

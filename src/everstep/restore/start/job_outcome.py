@@ -7,17 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
+from everstep.commit import BaseId
+from everstep.commit.job import Choice, Source
 from everstep.commit.job.agreement import Go, Refuse, Restored
-from everstep.commit.job.offers import Choice, Source
-from everstep.commit.lineage import BaseId
 from everstep.errors import MismatchError, RecoveryError
-from everstep.format.records import AuditRecord, Manifest, TimelineRecord
+from everstep.format import Manifest, TimelineRecord
+from everstep.format.records import AuditRecord
+from everstep.restore.fetch import Meeting
 from everstep.restore.fetch.sources import Place, RankBack, RankRead, source_name
-from everstep.restore.fetch.start_channel import Meeting
-from everstep.restore.load.load import LoadedBase, nonfinite_notice
+from everstep.restore.load import LoadedBase, nonfinite_notice
 from everstep.restore.start.rank_log import Redone
 from everstep.restore.start.report import Resumed, why_inexact
-from everstep.run.scan import Inventory, Skipped
+from everstep.run import Inventory, Skipped
 from everstep.run.verify import audit_of
 from everstep.seams.fingerprint import fingerprint, merge_fingerprints, process_name
 from everstep.state.training_state import State

@@ -8,20 +8,20 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from everstep.commit.job.offers import Needs
+from everstep.commit.job import Needs
 from everstep.errors import DamageError, FormatError
-from everstep.format.records import Manifest, TimelineRecord
-from everstep.restore.fetch.held import HeldBase
+from everstep.format import Manifest, TimelineRecord
+from everstep.restore.fetch import HeldBase
 from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.sources import Place
-from everstep.restore.load.load import CompleteRank, LoadedBase, Reads, compare_ranks, load_ranks
-from everstep.restore.load.saved_ranks import HoleError, SavedLayout, SavedRanks, needs_of
+from everstep.restore.load import LoadedBase, Reads, SavedLayout, SavedRanks, load_ranks
+from everstep.restore.load.load import CompleteRank, compare_ranks
+from everstep.restore.load.saved_ranks import HoleError, needs_of
 from everstep.restore.offline.rank_files import complete_rank_files
 from everstep.restore.start.report import ResumeRequest
-from everstep.run.open_base import OpenBase
-from everstep.run.scan import BaseFound
+from everstep.run import BaseFound, OpenBase
 from everstep.seams.progress import ProgressSink, progress, silent
-from everstep.state.ranks.rank_share import SkippedState
+from everstep.state.ranks import SkippedState
 from everstep.state.training_state import State
 
 _log = logging.getLogger("everstep")

@@ -23,9 +23,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from everstep.commit.job.messages import ChunkReply, ChunkRequest
-from everstep.commit.job.offers import Choice
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
+from everstep.commit.job import Choice, ChunkReply, ChunkRequest
 from everstep.commit.log_reach import LogRun, Reach, runs_of, timeline_of
 from everstep.errors import (
     AuditError,
@@ -35,26 +34,25 @@ from everstep.errors import (
     FormatError,
     RecoveryError,
 )
-from everstep.format.digests import digest
+from everstep.format import TimelineRecord, digest
 from everstep.format.log import LogRecord
-from everstep.format.records import TimelineRecord
+from everstep.restore.fetch import StartChannel
 from everstep.restore.fetch.held import FetchedLog, lay_out_records, records_from_pack
 from everstep.restore.fetch.sources import Place, RankRead
-from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes, StartChannel
-from everstep.restore.load.load import LoadedBase, Restored
+from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes
+from everstep.restore.load import LoadedBase, Restored
 from everstep.restore.log.log_found import LogFound, LogReader
 from everstep.restore.redo.updates import UnknownClassError
-from everstep.restore.reshard.logs import LogsInMemory, ReshardedLogs
+from everstep.restore.reshard import LogsInMemory, ReshardedLogs
 from everstep.restore.start.rank_loader import read_layout
 from everstep.restore.start.report import Resumed, ResumeRequest
 from everstep.restore.start.roll_forward import replay as replay_chain
 from everstep.restore.start.roll_forward import replayable
-from everstep.run.chain import Chain, path_of
-from everstep.run.scan import BaseFound, Inventory, Skipped
-from everstep.seams import FileSystem
-from everstep.seams.clock import Clock
+from everstep.run import BaseFound, Chain, Inventory, Skipped
+from everstep.run.chain import path_of
+from everstep.seams import Clock, FileSystem
 from everstep.state.layout.entries import shape_digest
-from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers import OptimizerProvider
 from everstep.state.ranks.log_shares import other_logs_needed
 
 _TICK_S = 0.05

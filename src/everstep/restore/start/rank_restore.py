@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from everstep.commit.job import Choice, Source
 from everstep.commit.job.agreement import Compared, Restored
-from everstep.commit.job.offers import Choice, Source
 from everstep.errors import FormatError, MismatchError, StateError
-from everstep.format.names import base_dir
-from everstep.format.records import Manifest
+from everstep.format import Manifest, base_dir
 from everstep.restore.fetch.sources import Place, Places, read_from_places
-from everstep.restore.load.load import OTHER_STATE, LoadedBase, sections_left_out
+from everstep.restore.load import OTHER_STATE, LoadedBase
+from everstep.restore.load.load import sections_left_out
 from everstep.restore.start.job_outcome import Outcome
 from everstep.restore.start.rank_loader import RankLoader
 from everstep.restore.start.rank_log import LogExchange, RankLog
 from everstep.restore.start.rank_sources import RankSources
 from everstep.restore.start.report import ResumeRequest, missing_sections, refuse_log_loss
-from everstep.run.scan import BaseFound, Skipped, candidates
-from everstep.state.ranks.rank_share import SkippedState
+from everstep.run import BaseFound, Skipped
+from everstep.run.scan import candidates
+from everstep.state.ranks import SkippedState
 
 _log = logging.getLogger("everstep")
 _T = TypeVar("_T")

@@ -10,23 +10,22 @@ import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+from everstep.commit import BaseId
+from everstep.commit.job import COORDINATOR, Choice, Needs, Offer, Source
 from everstep.commit.job.agreement import OpenTimeline, TakeInventory
-from everstep.commit.job.messages import COORDINATOR
-from everstep.commit.job.offers import Choice, Needs, Offer, Source
-from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
 from everstep.commit.retention import VOLATILE_TIERS
-from everstep.format.records import Manifest, Marker
+from everstep.format import Manifest, Marker
+from everstep.restore.fetch import Copies, FetchCopies, Meeting, StartChannel
 from everstep.restore.fetch.files_ahead import CopiesAhead
 from everstep.restore.fetch.node_reads import NodeReads
-from everstep.restore.fetch.peers import FetchCopies, FetchedBase, OfferExtras
-from everstep.restore.fetch.rank_copies import Copies, offer_of, open_on_disk
+from everstep.restore.fetch.peers import FetchedBase, OfferExtras
+from everstep.restore.fetch.rank_copies import offer_of, open_on_disk
 from everstep.restore.fetch.served_files import Coverage, coverage_on_disk
 from everstep.restore.fetch.sources import Place, Places
-from everstep.restore.fetch.start_channel import Meeting, StartChannel
 from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.report import ResumeRequest
-from everstep.run.scan import Inventory, TimelineCache, scan_run
+from everstep.run import Inventory, TimelineCache, scan_run
 
 _SCANS_MAX = 8
 

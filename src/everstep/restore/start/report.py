@@ -14,17 +14,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import EverstepError, RecoveryError
-from everstep.format.records import AuditRecord, Marker, TimelineRecord
+from everstep.format import Marker, TimelineRecord
+from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.held import KeeperContents
+from everstep.restore.fetch import KeeperContents
 from everstep.restore.fetch.sources import RankBack, RankRead
-from everstep.restore.load.load import LoadedBase, sections_of_base
-from everstep.run.scan import BaseFound, Skipped
+from everstep.restore.load import LoadedBase
+from everstep.restore.load.load import sections_of_base
+from everstep.run import BaseFound, Skipped
 from everstep.run.verify import describe_audit
-from everstep.seams import Seams
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import FileSystem, Seams
 from everstep.state.layout.entries import is_reserved
 from everstep.state.training_state import State
 

@@ -17,15 +17,15 @@ import contextlib
 import logging
 from dataclasses import replace
 
+from everstep.commit import BaseId, describe_abandoned
 from everstep.commit.job.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
-from everstep.commit.lineage import BaseId, describe_abandoned, describe_lost_steps, describe_unused
+from everstep.commit.lineage import describe_lost_steps, describe_unused
 from everstep.errors import (
     RecoveryError,
 )
-from everstep.format.names import base_dir
-from everstep.format.records import Manifest
+from everstep.format import Manifest, base_dir
 from everstep.restore.fetch.copies import parallel_reads
-from everstep.restore.load.load import Restored, nonfinite_notice
+from everstep.restore.load import Restored, nonfinite_notice
 from everstep.restore.log.log_found import LogFound
 from everstep.restore.start.report import Resumed, ResumeRequest, refuse_log_loss, why_inexact
 from everstep.restore.start.roll_forward import (
@@ -34,19 +34,13 @@ from everstep.restore.start.roll_forward import (
     OneRankChoice,
     base_is_there,
 )
+from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.run.folder import open_timeline
-from everstep.run.scan import (
-    BaseFound,
-    Inventory,
-    TimelineCache,
-    candidates,
-    scan_run,
-    starts_with_job_base,
-)
+from everstep.run.scan import candidates, starts_with_job_base
 from everstep.run.uncondemn import uncondemn
 from everstep.run.verify import audit_of
-from everstep.seams.failpoints import failpoint
-from everstep.tiers.durable_files import storage_errors
+from everstep.seams import failpoint
+from everstep.tiers import storage_errors
 
 _log = logging.getLogger("everstep")
 _ATTEMPTS = 8

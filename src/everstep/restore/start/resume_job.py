@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from everstep.commit.job.actions import Send
+from everstep.commit.job import COORDINATOR, Choice, Needs, Send
 from everstep.commit.job.agreement import (
     Agreement,
     AgreementEvent,
@@ -25,21 +25,17 @@ from everstep.commit.job.agreement import (
     Restore,
     TakeInventory,
 )
-from everstep.commit.job.messages import COORDINATOR
-from everstep.commit.job.offers import Choice, Needs
-from everstep.format.records import TimelineRecord
+from everstep.format import TimelineRecord
+from everstep.restore.fetch import Copies, FetchCopies, Meeting, StartChannel
 from everstep.restore.fetch.node_reads import NodeReads
-from everstep.restore.fetch.peers import FetchCopies
-from everstep.restore.fetch.rank_copies import Copies
-from everstep.restore.fetch.start_channel import Meeting, StartChannel
 from everstep.restore.start.job_outcome import record_of, refusal_error, resumed_of
 from everstep.restore.start.rank_loader import RankLoader
 from everstep.restore.start.rank_log import LogExchange, RankLog
 from everstep.restore.start.rank_restore import RankRestore
 from everstep.restore.start.rank_sources import RankSources
 from everstep.restore.start.report import Resumed, ResumeRequest
-from everstep.seams.failpoints import failpoint
-from everstep.tiers.durable_files import storage_errors
+from everstep.seams import failpoint
+from everstep.tiers import storage_errors
 
 _log = logging.getLogger("everstep")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from everstep.commit.lineage import BaseId
+from everstep.commit import BaseId
 from everstep.errors import (
     AuditError,
     DamageError,
@@ -22,21 +22,19 @@ from everstep.errors import (
     NewerFormatError,
     ReplayError,
 )
+from everstep.format import MANIFEST, TimelineRecord
 from everstep.format.log import NOT_EXACT
-from everstep.format.names import MANIFEST
-from everstep.format.records import TimelineRecord
+from everstep.restore.fetch import HeldBase
 from everstep.restore.fetch.copies import switch_to_copy, write_manifest
-from everstep.restore.fetch.held import HeldBase
-from everstep.restore.load.load import OTHER_STATE, LoadedBase, Reads, Restored, load_ranks
+from everstep.restore.load import OTHER_STATE, LoadedBase, Reads, Restored, load_ranks
+from everstep.restore.log import nothing_restorable, reachable
 from everstep.restore.log.log_found import LogFound, LogReader
-from everstep.restore.log.reach import nothing_restorable, reachable
 from everstep.restore.redo.updates import UnknownClassError
 from everstep.restore.start.report import ResumeRequest, missing_sections
-from everstep.run.chain import Chain
-from everstep.run.open_base import OpenBase
+from everstep.run import BaseFound, Chain, Inventory, OpenBase, Skipped, scan_base, scan_run
 from everstep.run.prefetch import Prefetch
-from everstep.run.scan import BaseFound, Inventory, Skipped, candidates, scan_base, scan_run
-from everstep.seams.filesystem import FileSystem
+from everstep.run.scan import candidates
+from everstep.seams import FileSystem
 from everstep.seams.progress import print_line, progress
 
 if TYPE_CHECKING:

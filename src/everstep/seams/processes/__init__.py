@@ -7,3 +7,20 @@
 ``signals``    note SIGTERM and similar signals for a main loop
 ``runtime``    folder for sockets and locks
 """
+
+from everstep.seams.processes.processes import Child, Ended, PidWatch, available_cores
+from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
+from everstep.seams.processes.threads import Condition, IoThreads, Outcome, wait_all, wait_done
+
+__all__ = [
+    "RUNTIME_DIR_VARIABLE",
+    "Child",
+    "Condition",
+    "Ended",
+    "IoThreads",
+    "Outcome",
+    "PidWatch",
+    "available_cores",
+    "wait_all",
+    "wait_done",
+]

@@ -12,4 +12,19 @@ order:
 ``lru``        bounded caches, by key and by layout
 """
 
-__all__: list[str] = []
+from everstep.state.layout.entries import GRADIENT, OBJECT_PREFIX, SAMPLE, Entry
+from everstep.state.layout.placement import Box, Placement, ReplicaDigest
+from everstep.state.layout.shards import Body, Placed, ShardLayout
+
+__all__ = [
+    "GRADIENT",
+    "OBJECT_PREFIX",
+    "SAMPLE",
+    "Body",
+    "Box",
+    "Entry",
+    "Placed",
+    "Placement",
+    "ReplicaDigest",
+    "ShardLayout",
+]

@@ -11,3 +11,22 @@ The room runs in the training process; restores use it, too. Read in this order:
 ``plain``       plain data; the random generators of the process
 ``gradients``   gradients, which are not part of a state
 """
+
+from everstep.state.providers.modules import ModuleProvider, named_parameters
+from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
+from everstep.state.providers.provider import Provider, RestorePlan
+from everstep.state.providers.stateful import StatefulProvider
+from everstep.state.providers.zero import PARTITIONED, ZeroProvider, local_optimizer
+
+__all__ = [
+    "PARTITIONED",
+    "ModuleProvider",
+    "OptimizerProvider",
+    "Provider",
+    "RestorePlan",
+    "StatefulProvider",
+    "ZeroProvider",
+    "local_optimizer",
+    "named_parameters",
+    "unwrap_optimizer",
+]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from everstep.state.guards import ModuleGuard, canonical_key
-from everstep.state.layout.entries import Entry
+from everstep.state.layout import Entry
 from everstep.state.providers.gradients import discard_unreduced_gradients
 from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference, same_memory
 from everstep.state.survey import SectionContents, same_objects

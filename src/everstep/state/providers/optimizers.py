@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import StateError, UnsupportedStateError
 from everstep.state.guards import OptimizerGuard
-from everstep.state.layout.entries import Entry
+from everstep.state.layout import Entry
 from everstep.state.ownership import Memory, OwnedMemory, owned_memory_of
 from everstep.state.providers.encodings import Encodings, load_exactly
 from everstep.state.providers.gradients import has_gradient, parameters_with_gradient

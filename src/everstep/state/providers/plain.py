@@ -20,7 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from everstep.errors import FormatError
 from everstep.seams.memory import WritableMemory, copy_memory
-from everstep.state.layout.entries import RNG_SECTION, Entry
+from everstep.state.layout import Entry
+from everstep.state.layout.entries import RNG_SECTION
 from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference, same_memory
 from everstep.state.survey import DeferredTree, SectionContents, TensorBlock
 from everstep.state.values.generators import (

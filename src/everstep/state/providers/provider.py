@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from everstep.state.layout.entries import Entry
+from everstep.state.layout import Entry
 from everstep.state.survey import SectionContents, TensorBlock, inspect_tree
 from everstep.state.values.tensors import local_tensor, tensor_entry
 

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.layout.placement import Placement
+from everstep.state.layout import Placement
 from everstep.state.ownership import OwnedMemory, owned_memory_of
 from everstep.state.providers.modules import ParameterNames
 from everstep.state.providers.optimizers import NamedShape, OptimizerProvider, numbered

@@ -43,8 +43,8 @@ from torch import distributed, nn
 from everstep.errors import UnsupportedStateError
 from everstep.state.guards import canonical_key
 from everstep.state.layout.entries import RESERVED
-from everstep.state.providers.modules import ModuleProvider, named_parameters
-from everstep.state.providers.provider import Provider, RestorePlan, Saved
+from everstep.state.providers import ModuleProvider, Provider, RestorePlan, named_parameters
+from everstep.state.providers.provider import Saved
 from everstep.state.survey import SectionContents
 from everstep.state.values.objects import Encoded, encode
 from everstep.state.values.referrers import find_referrers

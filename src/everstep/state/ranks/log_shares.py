@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import xxhash
 
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import ZeroProvider
+from everstep.state.providers import OptimizerProvider, ZeroProvider
 from everstep.state.ranks.writers import balance, find_replication
 from everstep.state.values.objects import join_path
 from everstep.state.values.tensors import LocalShard, is_dtensor

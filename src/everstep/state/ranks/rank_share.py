@@ -15,11 +15,17 @@ from types import MappingProxyType
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from everstep.state.layout.placement import WHOLE, Placement, ReplicaDigest, replica_digests
-from everstep.state.providers.modules import ModuleProvider, named_parameters
-from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
-from everstep.state.providers.provider import Provider, RestorePlan
-from everstep.state.providers.stateful import StatefulProvider
+from everstep.state.layout import Placement, ReplicaDigest
+from everstep.state.layout.placement import WHOLE, replica_digests
+from everstep.state.providers import (
+    ModuleProvider,
+    OptimizerProvider,
+    Provider,
+    RestorePlan,
+    StatefulProvider,
+    named_parameters,
+    unwrap_optimizer,
+)
 from everstep.state.ranks.writers import RankInfo, WriterAssignment, find_replication
 from everstep.state.survey import Shape, Survey, unsupported
 from everstep.state.values.objects import join_path

@@ -18,17 +18,9 @@ from dataclasses import dataclass, field, replace
 
 import xxhash
 
-from everstep.state.layout.entries import Entry
-from everstep.state.layout.placement import (
-    Placement,
-    ReplicaDigest,
-    replica_digests,
-    replicas_on_mesh,
-)
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.provider import Provider
-from everstep.state.providers.zero import ZeroProvider
+from everstep.state.layout import Entry, Placement, ReplicaDigest
+from everstep.state.layout.placement import replica_digests, replicas_on_mesh
+from everstep.state.providers import ModuleProvider, OptimizerProvider, Provider, ZeroProvider
 from everstep.state.ranks import ddp
 from everstep.state.values.objects import join_path
 

@@ -16,8 +16,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from everstep.seams.memory import memory_at
-from everstep.state.layout.entries import DTYPE_NAMES, Entry
-from everstep.state.layout.placement import Box, Cut, Placement, box_on_mesh
+from everstep.state.layout import Box, Entry, Placement
+from everstep.state.layout.entries import DTYPE_NAMES
+from everstep.state.layout.placement import Cut, box_on_mesh
 
 DTYPE_CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for code, (name, _) in DTYPE_NAMES.items() if hasattr(torch, name)

@@ -15,30 +15,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import PurePath
 
-from everstep.arena.memory import Arena
-from everstep.config.options import KeeperOptions
+from everstep.arena import Arena
+from everstep.config import KeeperOptions
 from everstep.errors import (
     EverstepError,
     KeeperError,
     KeeperTimeoutError,
 )
 from everstep.format.log import LogRecord
-from everstep.link.channel import BackgroundChannel
+from everstep.link import BackgroundChannel, Connection, KeeperInfo, connect
 from everstep.link.messages import PROTOCOL
-from everstep.link.registry import (
-    KeeperInfo,
-    find_keeper,
-    keeper_files,
-    keepers_left_by_a_move,
-    keepers_of,
-)
-from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
-from everstep.link.wire import Connection, error_from_wire
-from everstep.restore.fetch.held import KeeperContents, PeerLog
-from everstep.restore.reshard.logs import LogsInMemory
+from everstep.link.registry import find_keeper, keeper_files, keepers_left_by_a_move, keepers_of
+from everstep.link.spawn import SpawnOptions, spawn_keeper
+from everstep.link.wire import error_from_wire
+from everstep.restore.fetch import KeeperContents, PeerLog
+from everstep.restore.reshard import LogsInMemory
 from everstep.seams import Clock, Seams
 from everstep.seams.locks import file_identity
-from everstep.seams.processes.threads import IoThreads
+from everstep.seams.processes import IoThreads
 from everstep.seams.sockets import close_descriptors
 from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
 

@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.errors import DeadlineError, EverstepError
-from everstep.format.header import BasePlan
+from everstep.format import BasePlan
 from everstep.format.log import RecordHead
-from everstep.keeper.persist.base_writer import BaseWriter
+from everstep.keeper.persist import BaseWriter
+from everstep.link import Save
 from everstep.link.capture import Capture
 from everstep.link.pool import CapturePool
-from everstep.link.save import Save
 from everstep.seams.progress import progress, silent
-from everstep.state.layout.shards import Body, ShardLayout
+from everstep.state.layout import Body, ShardLayout
 from everstep.state.survey import Survey
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.attach.requests import WaitDeadline, storage_hang_error

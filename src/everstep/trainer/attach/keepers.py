@@ -15,22 +15,20 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from everstep.arena.memory import Arena
-from everstep.commit.lineage import BaseId
+from everstep.arena import Arena
+from everstep.commit import BaseId
 from everstep.errors import EverstepError, KeeperError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.log.segment_queue import open_segments
-from everstep.keeper.persist.committer import Timeline
-from everstep.keeper.persist.job_link import JobLink
-from everstep.link.channel import BackgroundChannel
+from everstep.keeper.log import LogStore, open_segments
+from everstep.keeper.persist import JobLink, Timeline
+from everstep.link import BackgroundChannel
 from everstep.link.messages import JobSession, KeeperStats, add_stats, mailbox_error
 from everstep.link.pool import CapturePool
-from everstep.restore.fetch.held import KeeperContents
+from everstep.restore.fetch import KeeperContents
 from everstep.run.fence import Fence
 from everstep.seams import Clock
 from everstep.seams.mailbox import ReservedPort, TcpMailbox
-from everstep.tiers.durable_files import storage_errors
+from everstep.tiers import storage_errors
 from everstep.trainer.attach.attach import (
     attach,
     in_background,

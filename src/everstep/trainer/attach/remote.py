@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from everstep.arena.memory import Arena
-from everstep.commit.lineage import BaseId
+from everstep.arena import Arena
+from everstep.commit import BaseId
 from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead
-from everstep.keeper.log.recall_wire import recalled_from_wire
+from everstep.keeper.log import recalled_from_wire
+from everstep.link import BackgroundChannel, Connection, Save, complete, error_to_wire, fail
 from everstep.link.assembly import Assembly, Samples, assembly_to_wire
 from everstep.link.capture import Capture
-from everstep.link.channel import BackgroundChannel
 from everstep.link.messages import (
     OBJECT_PART_BYTES,
     JobSession,
@@ -28,14 +28,13 @@ from everstep.link.messages import (
     layout_to_wire,
     parts_of,
 )
-from everstep.link.save import Save, complete, fail
-from everstep.link.wire import Connection, error_from_wire, error_to_wire
-from everstep.restore.fetch.held import KeeperContents
+from everstep.link.wire import error_from_wire
+from everstep.restore.fetch import KeeperContents
 from everstep.seams import Clock
-from everstep.seams.processes.threads import Condition
+from everstep.seams.processes import Condition
 from everstep.seams.progress import progress
 from everstep.seams.sockets import close_descriptors
-from everstep.state.layout.shards import ShardLayout
+from everstep.state.layout import ShardLayout
 from everstep.trainer.attach.requests import (
     ReplicaProgress,
     ReplicaRequests,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from everstep.errors import DeadlineError, EverstepError, KeeperError, StateError
+from everstep.link import Save, complete, fail
 from everstep.link.assembly import Samples
-from everstep.link.save import Save, complete, fail
 from everstep.seams import Clock
 from everstep.seams.filesystem import StallTimer
 from everstep.seams.sockets import close_descriptors

@@ -12,15 +12,15 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.arena import PAGE_BYTES
-from everstep.config.options import Options
+from everstep.config import Options
 from everstep.errors import OptionError
-from everstep.format.header import ShardIdentity
+from everstep.format import ShardIdentity
 from everstep.link.messages import identity_to_wire
 from everstep.seams import PosixFileSystem, Seams, SystemClock
-from everstep.seams.processes.processes import available_cores
-from everstep.state.ranks.writers import ONE_RANK, RankInfo
-from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.trainer.budget.host_memory import LogLimits
+from everstep.seams.processes import available_cores
+from everstep.state.ranks import ONE_RANK, RankInfo
+from everstep.tiers import PeerOptions, TierOptions
+from everstep.trainer.budget import LogLimits
 
 
 class KeeperTerms:

@@ -7,3 +7,8 @@ Read in this order:
 - ``saver``: captures a base into host memory (or writes it at once) and holds updates back
   until their tensors are copied.
 """
+
+from everstep.trainer.base.prepared_base import LastMark, MarkSnapshot, PlannedCopies, PreparedBase
+from everstep.trainer.base.saver import Saver
+
+__all__ = ["LastMark", "MarkSnapshot", "PlannedCopies", "PreparedBase", "Saver"]

@@ -21,13 +21,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from everstep.capture.batches import Batch, Chunks, Runs, plan_batches
+from everstep.capture import Batch, Chunks, Versions, plan_batches
+from everstep.capture.batches import Runs
 from everstep.capture.spot_check import SpotCheck
-from everstep.capture.version_counters import Versions
-from everstep.format.header import BasePlan, ShardIdentity, ShardPlan, plan_files
+from everstep.format import BasePlan, ShardIdentity
+from everstep.format.header import ShardPlan, plan_files
 from everstep.link.capture import shard_offsets
 from everstep.seams.memory import copy_memory
-from everstep.state.layout.shards import ShardLayout
+from everstep.state.layout import ShardLayout
 from everstep.state.survey import Shape, Survey
 from everstep.state.values.tensors import host_bytes
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from everstep.capture import Lane, Transfer, Versions
 from everstep.capture.cuda import refuse_graph_capture
-from everstep.capture.lane import Lane, LiveBody, Transfer
+from everstep.capture.lane import LiveBody
 from everstep.capture.spot_check import Sample
-from everstep.capture.version_counters import Versions
-from everstep.config.options import Options
+from everstep.config import Options
 from everstep.errors import (
     AuditError,
     DeadlineError,
@@ -30,27 +30,18 @@ from everstep.errors import (
     KeeperError,
     OutOfSpaceError,
 )
-from everstep.format.header import BasePlan, ShardIdentity
+from everstep.format import BasePlan, ShardIdentity
+from everstep.link import BackgroundChannel, Save, as_everstep_error, complete, fail, failing_save
 from everstep.link.capture import Capture, Incoming
-from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import Block, CapturePool
-from everstep.link.save import (
-    Save,
-    as_everstep_error,
-    changed_during_copy_error,
-    complete,
-    fail,
-    failing_save,
-)
-from everstep.seams import Clock
-from everstep.seams.failpoints import failpoint
-from everstep.seams.processes.threads import wait_done
+from everstep.link.save import changed_during_copy_error
+from everstep.seams import Clock, failpoint
+from everstep.seams.processes import wait_done
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper, Service
 from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase, prepare_base
-from everstep.trainer.budget.disk import check_disk_budget
-from everstep.trainer.budget.host_memory import bases_in_flight_max
+from everstep.trainer.budget import bases_in_flight_max, check_disk_budget
 from everstep.trainer.participant import BaseRequest, Mark, Participant, RestoredState
 
 NotifyKeeper = Callable[[Capture, Mapping[str, bytes]], None]

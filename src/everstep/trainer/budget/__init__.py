@@ -6,3 +6,28 @@ Runs in the training process. Read in this order:
   state after the first update, so that budgets apply to it.
 - ``disk``: upper bounds for the disk, and the daily write budget.
 """
+
+from everstep.trainer.budget.disk import (
+    DAY_S,
+    RUN_BYTES,
+    Bounds,
+    DayMeter,
+    Forecast,
+    bounds_of,
+    budget_in_words,
+    check_disk_budget,
+)
+from everstep.trainer.budget.host_memory import LogLimits, bases_in_flight_max
+
+__all__ = [
+    "DAY_S",
+    "RUN_BYTES",
+    "Bounds",
+    "DayMeter",
+    "Forecast",
+    "LogLimits",
+    "bases_in_flight_max",
+    "bounds_of",
+    "budget_in_words",
+    "check_disk_budget",
+]

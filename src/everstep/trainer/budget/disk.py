@@ -16,14 +16,14 @@ from pathlib import PurePath
 from rich.filesize import decimal
 
 from everstep.commit.peer_copies import NEEDED_MAX
-from everstep.config.options import Options
+from everstep.config import Options
 from everstep.errors import OutOfSpaceError
-from everstep.format.header import ShardIdentity, plan_files
-from everstep.seams.filesystem import FileSystem
-from everstep.state.ranks.writers import RankInfo
+from everstep.format import ShardIdentity
+from everstep.format.header import plan_files
+from everstep.seams import FileSystem
+from everstep.state.ranks import RankInfo
 from everstep.state.survey import Shape
-from everstep.tiers.durable_files import storage_errors
-from everstep.tiers.options import TierOptions
+from everstep.tiers import TierOptions, storage_errors
 from everstep.trainer.budget.host_memory import mark_entries
 
 _RECORD_BYTES = 1024  # size of a marker for one file; about 450 bytes are used

@@ -22,25 +22,23 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS
+from everstep.arena import CONTROL_BYTES, PAGE_BYTES, PROGRESS_WORDS
 from everstep.commit.peer_copies import peer_of
-from everstep.config.options import Options
+from everstep.config import Options
 from everstep.errors import KeeperError, OutOfSpaceError
 from everstep.link.messages import RECORD_BYTES
 from everstep.replay.optimizer_step import build, own_step
 from everstep.seams.machine import file_bytes_max, memory_available_bytes
-from everstep.state.layout.entries import Entry, is_reserved
+from everstep.state.layout import Entry
+from everstep.state.layout.entries import is_reserved
 from everstep.state.layout.shards import plan_shards
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import local_optimizer
-from everstep.state.ranks.writers import RankInfo
+from everstep.state.providers import ModuleProvider, OptimizerProvider, local_optimizer
+from everstep.state.ranks import RankInfo
 from everstep.state.survey import Shape
 from everstep.state.training_state import State
 from everstep.state.values.objects import join_path
 from everstep.state.values.tensors import local_tensor, tensor_entry
-from everstep.tiers.options import PeerOptions
+from everstep.tiers import PeerOptions
 
 _IN_FLIGHT_MIN = 2
 _QUEUE_BYTES = 64 << 20  # small states may queue up to this size

@@ -7,3 +7,23 @@ Runs in the training process. The modules are independent of each other:
 - ``untracked``: warns of optimizers and schedulers that are not part of the state.
 - ``first_batches``: warns of lost data and random numbers after a resume.
 """
+
+from everstep.trainer.checks.first_batches import FirstBatches
+from everstep.trainer.checks.keeper_replay import (
+    require_replayable,
+    require_replicable,
+    why_inexact,
+)
+from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
+from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
+
+__all__ = [
+    "FirstBatches",
+    "PendingGradients",
+    "PendingScalers",
+    "UntrackedOptimizers",
+    "UntrackedSchedulers",
+    "require_replayable",
+    "require_replicable",
+    "why_inexact",
+]

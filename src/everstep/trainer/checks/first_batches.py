@@ -19,9 +19,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
 from everstep.state.positions import POSITIONS, fetches_ahead, is_followed
-from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers import ModuleProvider, StatefulProvider
 from everstep.state.providers.plain import PlainProvider
-from everstep.state.providers.stateful import StatefulProvider, restores_data
+from everstep.state.providers.stateful import restores_data
 from everstep.state.training_state import State
 from everstep.state.values.generators import RngStates
 from everstep.trainer.participant import Participant, RestoredState

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from everstep.errors import UnsupportedStateError
 from everstep.link.recordable import replay_refusal
-from everstep.replay.exactness import exactness, is_elementwise, kind_name
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import local_optimizer
+from everstep.replay import is_elementwise, kind_name
+from everstep.replay.exactness import exactness
+from everstep.state.providers import ModuleProvider, OptimizerProvider, local_optimizer
 from everstep.state.ranks.log_shares import zero_parameter_written_elsewhere
 from everstep.state.training_state import State
 

@@ -15,12 +15,12 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from everstep.capture.update_hooks import UpdateHooks
+from everstep.capture import UpdateHooks
 from everstep.errors import StateError
+from everstep.state.providers import ModuleProvider
 from everstep.state.providers.gradients import unreduced_gradients
-from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.stateful import has_inspected_gradients
-from everstep.state.ranks.ddp import find_ddp, reduced_parameter_ids
+from everstep.state.ranks import find_ddp, reduced_parameter_ids
 from everstep.state.training_state import State
 from everstep.state.values.tensors import is_dtensor, local_tensor
 

@@ -34,12 +34,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from everstep.capture.update_hooks import UpdateHooks
+from everstep.capture import UpdateHooks
 from everstep.errors import StateError
 from everstep.state.coverage import first_few
 from everstep.state.ownership import AddressRanges, Memory, memory_of
-from everstep.state.providers.optimizers import unwrap_optimizer
-from everstep.state.providers.stateful import StatefulProvider
+from everstep.state.providers import StatefulProvider, unwrap_optimizer
 from everstep.state.training_state import State
 from everstep.state.values.referrers import find_referrers
 from everstep.state.values.tensors import local_tensor, why_not_storable

@@ -9,3 +9,18 @@ Runs in the training process. Read in this order:
 - ``option_check``: checks that all ranks were given the same options.
 - ``copies``: opens places for copies.
 """
+
+from everstep.trainer.job.copies import seams_with_copies, with_source
+from everstep.trainer.job.job import Job, RunPlace, resume_as_job_of_one
+from everstep.trainer.job.run_folder import memory_notice, peer_notice, refuse_single_base_with_peer
+
+__all__ = [
+    "Job",
+    "RunPlace",
+    "memory_notice",
+    "peer_notice",
+    "refuse_single_base_with_peer",
+    "resume_as_job_of_one",
+    "seams_with_copies",
+    "with_source",
+]

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from everstep.errors import EverstepError, OptionError, StorageError
-from everstep.format.names import base_dir
+from everstep.format import base_dir
 from everstep.format.records import RunRecord
 from everstep.restore.fetch.copies import RunWithCopies
-from everstep.restore.start.report import Resumed
+from everstep.restore.start import Resumed
 from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
 from everstep.seams.machine import resolve_path
-from everstep.tiers.contract import Tier
-from everstep.tiers.options import TierOptions
+from everstep.tiers import Tier, TierOptions
 from everstep.tiers.urls import open_tier
 
 

@@ -18,23 +18,19 @@ from typing import Any
 
 import msgpack
 
-from everstep.commit.job.messages import COORDINATOR
-from everstep.commit.job.offers import Choice
-from everstep.config.options import Options
+from everstep.commit.job import COORDINATOR, Choice
+from everstep.config import Options
 from everstep.link.messages import JobSession
+from everstep.restore.fetch import Copies, Meeting
 from everstep.restore.fetch.copies import RunWithCopies
-from everstep.restore.fetch.rank_copies import Copies
-from everstep.restore.fetch.start_channel import Meeting
-from everstep.restore.start.rank_loader import needs_on_disk
-from everstep.restore.start.rank_log import RankLog
-from everstep.restore.start.report import Resumed, ResumeRequest
-from everstep.restore.start.resume_job import resume_all_ranks
+from everstep.restore.start import RankLog, Resumed, ResumeRequest, needs_on_disk, resume_all_ranks
 from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
 from everstep.seams.group import Group, group_of_job, store_survives_restarts
 from everstep.seams.mailbox import NoMailbox
-from everstep.state.ranks.writers import ONE_RANK, RankInfo
-from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
+from everstep.state.ranks import ONE_RANK, RankInfo
+from everstep.tiers import PeerOptions, TierOptions
+from everstep.tiers.options import split_peers, validate_tiers
 from everstep.trainer.attach.attach import orphaned_logs
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.option_check import refuse_unaudited, refuse_unsupported, shared_options

@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from everstep.config.method import presets
-from everstep.config.options import Options
+from everstep.config import Options, presets
 from everstep.errors import ForeignDirectoryError, OptionError, RecoveryError, StateError
 from everstep.seams.processes.processes import configured_cores
-from everstep.state.ranks.writers import RankInfo
-from everstep.tiers.options import TierOptions
+from everstep.state.ranks import RankInfo
+from everstep.tiers import TierOptions
 
 
 def shared_options(options: Options) -> dict[str, str]:

@@ -21,24 +21,19 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from everstep.commit.job.messages import COORDINATOR
+from everstep.commit.job import COORDINATOR
 from everstep.commit.peer_copies import nodes_of, peer_of
 from everstep.errors import EverstepError, OptionError
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import RunRecord
+from everstep.restore.fetch import Copies
 from everstep.restore.fetch.node_reads import NodeStart
-from everstep.restore.fetch.rank_copies import Copies
-from everstep.run.scan import scan_run
+from everstep.run import scan_run
 from everstep.seams import Clock, Seams
 from everstep.seams.machine import is_local_device, launcher, machine_name, namespaces
-from everstep.state.ranks.writers import RankInfo
-from everstep.tiers.durable_files import (
-    create_exclusive,
-    ensure_dirs,
-    remove_if_there,
-    storage_errors,
-)
-from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.state.ranks import RankInfo
+from everstep.tiers import PeerOptions, TierOptions, remove_if_there, storage_errors
+from everstep.tiers.durable_files import create_exclusive, ensure_dirs
 from everstep.trainer.budget.host_memory import peer_sources
 from everstep.trainer.job.copies import open_places
 from everstep.trainer.job.option_check import (

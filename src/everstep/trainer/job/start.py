@@ -15,27 +15,28 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+from everstep.commit.job import Choice, Needs, Offer
 from everstep.commit.job.messages import StartFailed
-from everstep.commit.job.offers import Choice, Needs, Offer
 from everstep.errors import DeadlineError
 from everstep.link.messages import mailbox_error
-from everstep.restore.fetch.peers import FetchCopies, FetchResult, OfferExtras, fetch_from_peers
+from everstep.restore.fetch import FetchCopies, Meeting, StartChannel
+from everstep.restore.fetch.peers import FetchResult, OfferExtras, fetch_from_peers
 from everstep.restore.fetch.served_files import run_file_opener
-from everstep.restore.fetch.start_channel import (
-    Meeting,
-    StartChannel,
-    failure_reason,
-    remote_failure,
+from everstep.restore.fetch.start_channel import failure_reason, remote_failure
+from everstep.restore.start import (
+    RankLog,
+    Resumed,
+    ResumeRequest,
+    doubted,
+    needs_on_disk,
+    recovery_report,
+    resume_all_ranks,
+    with_ranks,
 )
-from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
-from everstep.restore.start.rank_loader import needs_on_disk
-from everstep.restore.start.rank_log import RankLog
-from everstep.restore.start.report import Resumed, ResumeRequest
-from everstep.restore.start.resume_job import resume_all_ranks
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.mailbox import TcpMailbox
-from everstep.state.ranks.writers import RankInfo
+from everstep.state.ranks import RankInfo
 from everstep.state.training_state import State
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.option_check import refuse_other_calls

@@ -10,3 +10,20 @@ The keeper receives the records and writes them as segments of the gradient log.
 - ``untracked_writes``: detect writes to optimizer-owned tensors that no hook announced.
 - ``nonfinite``: detect NaN and infinity in recorded gradients.
 - ``residuals``: size of compression residuals, and a warning where they are not saved."""
+
+from everstep.trainer.log.nonfinite import NonFiniteCheck, nonfinite_error
+from everstep.trainer.log.recorder import Recorder
+from everstep.trainer.log.residuals import residual_bytes, warn_of_unsaved_residuals
+from everstep.trainer.log.untracked_writes import WatchedTensors
+from everstep.trainer.log.update_inputs import InputReader, UpdateInputs
+
+__all__ = [
+    "InputReader",
+    "NonFiniteCheck",
+    "Recorder",
+    "UpdateInputs",
+    "WatchedTensors",
+    "nonfinite_error",
+    "residual_bytes",
+    "warn_of_unsaved_residuals",
+]

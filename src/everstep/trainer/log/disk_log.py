@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from everstep.config.options import Options
+from everstep.config import Options
 from everstep.errors import DeadlineError
-from everstep.link.channel import BackgroundChannel
+from everstep.link import BackgroundChannel, Save
 from everstep.link.messages import ENDED
 from everstep.link.recordable import LogKeeper
-from everstep.link.save import Save
 from everstep.seams.filesystem import StallTimer
-from everstep.seams.processes.threads import Condition, wait_done
+from everstep.seams.processes import Condition, wait_done
 
 
 class DiskLog:

@@ -8,9 +8,8 @@ import torch
 
 from everstep.errors import NonFiniteError
 from everstep.format.log import RecordHead
-from everstep.link.channel import BackgroundChannel
-from everstep.state.layout.entries import GRADIENT
-from everstep.state.layout.shards import ShardLayout
+from everstep.link import BackgroundChannel
+from everstep.state.layout import GRADIENT, ShardLayout
 from everstep.state.values.tensors import torch_dtype
 
 

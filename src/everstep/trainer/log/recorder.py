@@ -20,26 +20,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from everstep.capture.batches import plan_batches
-from everstep.capture.cuda import on_cuda
-from everstep.capture.lane import Lane, Transfer
-from everstep.config.options import Options
+from everstep.capture import Lane, Transfer, on_cuda, plan_batches
+from everstep.config import Options
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.log import RecordHead
-from everstep.link.channel import BackgroundChannel
+from everstep.link import BackgroundChannel, Save, as_everstep_error
 from everstep.link.recordable import Layouts, ReplacedTensors, state_digest
-from everstep.link.save import Save, as_everstep_error
 from everstep.restore.load.load import nonfinite_parameter
-from everstep.seams.failpoints import failpoint
+from everstep.seams import failpoint
 from everstep.seams.fingerprint import FingerprintWatch
-from everstep.seams.processes.threads import wait_done
+from everstep.seams.processes import wait_done
 from everstep.seams.progress import print_line
-from everstep.state.layout.shards import ShardLayout
+from everstep.state.layout import ShardLayout
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.trainer.attach.keeper import Service
-from everstep.trainer.base.saver import Saver
+from everstep.trainer.base import Saver
 from everstep.trainer.budget.host_memory import log_dropped, log_dropped_early, too_large
 from everstep.trainer.log.disk_log import DiskLog
 from everstep.trainer.log.log_memory import LogMemory, LogTarget, Reservation

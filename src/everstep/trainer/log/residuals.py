@@ -16,7 +16,7 @@ from torch import nn
 
 from everstep.compress.compressor import Compressor
 from everstep.link.recordable import compressors_of, exchanges_of
-from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers import ModuleProvider
 from everstep.state.training_state import State
 
 _log = logging.getLogger("everstep")

@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
+from everstep.capture import Versions
 from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
-from everstep.capture.version_counters import Versions, storage_of
+from everstep.capture.version_counters import storage_of
 from everstep.errors import AuditError
-from everstep.format.digests import digest
-from everstep.link.channel import BackgroundChannel
+from everstep.format import digest
+from everstep.link import BackgroundChannel
 from everstep.state.ownership import memory_of, updated_tensors
-from everstep.state.providers.zero import local_optimizer
-from everstep.state.ranks.log_shares import updated_elsewhere
+from everstep.state.providers import local_optimizer
+from everstep.state.ranks import updated_elsewhere
 from everstep.state.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State
 from everstep.state.values.tensors import host_bytes, local_tensor, why_not_storable

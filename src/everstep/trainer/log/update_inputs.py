@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from everstep.capture.batches import Batch, plan_batches
+from everstep.capture import Batch, plan_batches
 from everstep.capture.spot_check import Probe
 from everstep.compress.lossy import Lossy, lossy_copies
 from everstep.errors import AuditError, UnsupportedStateError
@@ -42,14 +42,15 @@ from everstep.link.recordable import (
     replay_options,
     require_eager,
 )
-from everstep.replay.cuts import has_gaps
-from everstep.replay.exactness import kind_name
+from everstep.replay import has_gaps, kind_name
 from everstep.replay.optimizer_step import writes_gradients
 from everstep.replay.updates import is_widening
-from everstep.state.layout.entries import GRADIENT, HYPER, PART_OBJECT, SAMPLE, SPOT, UPDATE_OBJECT
-from everstep.state.layout.shards import ShardLayout, overlaps
-from everstep.state.providers.zero import ZeroProvider, local_optimizer
-from everstep.state.ranks.log_shares import LogShare, log_shares, names_digest
+from everstep.state.layout import GRADIENT, SAMPLE, ShardLayout
+from everstep.state.layout.entries import HYPER, PART_OBJECT, SPOT, UPDATE_OBJECT
+from everstep.state.layout.shards import overlaps
+from everstep.state.providers import ZeroProvider, local_optimizer
+from everstep.state.ranks import names_digest
+from everstep.state.ranks.log_shares import LogShare, log_shares
 from everstep.state.survey import Shape, Survey
 from everstep.state.training_state import State
 from everstep.state.values.tensors import DTYPE_CODES, byte_view, is_dtensor, local_tensor

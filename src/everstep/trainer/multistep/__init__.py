@@ -20,3 +20,10 @@ Elsewhere: the model itself is :mod:`everstep.plan.multistep`; the copies run on
 and pinned memory (:mod:`everstep.capture.cuda`, 4.4); the reconstruction (4.3) is
 :mod:`everstep.keeper.replica`, or :mod:`everstep.restore.redo` with ``rebuild="recovery"``.
 Design and limits: ``docs/design/multistep.md``."""
+
+from everstep.trainer.multistep.driver import MultistepDriver
+from everstep.trainer.multistep.measurements import MultistepReport
+from everstep.trainer.multistep.plan import replayable_gradient_bytes
+from everstep.trainer.multistep.window import window_end
+
+__all__ = ["MultistepDriver", "MultistepReport", "replayable_gradient_bytes", "window_end"]

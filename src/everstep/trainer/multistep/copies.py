@@ -14,21 +14,20 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.capture.batches import Batch, Chunks, plan_batches
-from everstep.capture.lane import Lane, Transfer
-from everstep.config.options import Options
+from everstep.capture import Batch, Chunks, Lane, Transfer, plan_batches
+from everstep.config import Options
 from everstep.errors import AuditError, DeadlineError
-from everstep.link.channel import BackgroundChannel
+from everstep.link import BackgroundChannel, as_everstep_error
 from everstep.link.pool import Block
-from everstep.link.save import as_everstep_error, changed_during_copy_error
-from everstep.seams.processes.threads import wait_done
-from everstep.state.layout.entries import GRADIENT, UPDATE_OBJECT
+from everstep.link.save import changed_during_copy_error
+from everstep.seams.processes import wait_done
+from everstep.state.layout import GRADIENT
+from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import is_dtensor
-from everstep.trainer.base.prepared_base import PlannedCopies
-from everstep.trainer.base.saver import Saver
-from everstep.trainer.log.update_inputs import InputReader, UpdateInputs
+from everstep.trainer.base import PlannedCopies, Saver
+from everstep.trainer.log import InputReader, UpdateInputs
 from everstep.trainer.multistep.held_gradients import (
     CopyGate,
     GradientCheck,

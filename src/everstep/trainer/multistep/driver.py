@@ -18,21 +18,18 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from everstep.capture.lane import Lane
-from everstep.config.options import Options
+from everstep.capture import Lane
+from everstep.config import Options
 from everstep.errors import AuditError, EverstepError, StateError
-from everstep.format.header import ShardIdentity
-from everstep.link.channel import BackgroundChannel
+from everstep.format import ShardIdentity
+from everstep.link import BackgroundChannel, Save, as_everstep_error, fail, failing_save
 from everstep.link.pool import CapturePool
-from everstep.link.save import Save, as_everstep_error, fail, failing_save
-from everstep.seams import Clock
-from everstep.seams.failpoints import failpoint
+from everstep.seams import Clock, failpoint
 from everstep.seams.fingerprint import FingerprintWatch
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
-from everstep.trainer.base.prepared_base import MarkSnapshot
-from everstep.trainer.base.saver import Saver
+from everstep.trainer.base import MarkSnapshot, Saver
 from everstep.trainer.multistep.copies import WindowCopies
 from everstep.trainer.multistep.measurements import MultistepStats, device_event
 from everstep.trainer.multistep.partition import Partitioner

@@ -30,16 +30,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.capture.cuda import on_cuda
-from everstep.capture.lane import Transfer
+from everstep.capture import Transfer, on_cuda
 from everstep.errors import DeadlineError
 from everstep.seams.gather import Gather
-from everstep.state.layout.entries import GRADIENT
+from everstep.state.layout import GRADIENT, ShardLayout
 from everstep.state.layout.lru import LRUCache
-from everstep.state.layout.shards import ShardLayout
 from everstep.state.providers.modules import unwrap
 from everstep.state.training_state import State
-from everstep.trainer.base.saver import Saver
+from everstep.trainer.base import Saver
 from everstep.trainer.multistep.window import Window
 
 _SAMPLES = 4  # elements compared of a gradient

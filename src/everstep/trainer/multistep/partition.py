@@ -16,17 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from everstep.config.options import Options
-from everstep.plan.multistep import (
-    PARTS_MAX,
-    Cut,
-    Overlap,
-    Pipeline,
-    best_cut,
-    fewest,
-    fewest_of,
-    overlap,
-)
+from everstep.config import Options
+from everstep.plan import PARTS_MAX, Cut, Overlap, Pipeline
+from everstep.plan.multistep import best_cut, fewest, fewest_of, overlap
 from everstep.seams import Clock
 from everstep.trainer.multistep.measurements import MultistepStats, StepTimes
 

@@ -24,24 +24,21 @@ from typing import Any
 
 import torch
 
-from everstep.capture.batches import Batch, Chunks, plan_batches
-from everstep.capture.lane import Lane
+from everstep.capture import Batch, Chunks, Lane, plan_batches
 from everstep.link.assembly import Samples
 from everstep.link.pool import CapturePool
 from everstep.link.recordable import state_digest
-from everstep.restore.redo.owned import parameter_names
-from everstep.state.layout.shards import ShardLayout
+from everstep.restore.redo import parameter_names
+from everstep.state.layout import ShardLayout
 from everstep.state.ownership import Owner
-from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.ranks.log_shares import updated_elsewhere
+from everstep.state.providers import ModuleProvider, OptimizerProvider
+from everstep.state.ranks import updated_elsewhere
 from everstep.state.survey import Shape, same_objects
 from everstep.state.training_state import State
 from everstep.state.values.objects import TensorRef
 from everstep.state.values.tree import references, split
-from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase
-from everstep.trainer.log.untracked_writes import WatchedTensors
-from everstep.trainer.log.update_inputs import InputReader
+from everstep.trainer.base import PlannedCopies, PreparedBase
+from everstep.trainer.log import InputReader, WatchedTensors
 from everstep.trainer.multistep.partition import Partitioner, Unit
 
 

@@ -28,22 +28,23 @@ import torch
 
 from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
 from everstep.errors import EverstepError, StateError
-from everstep.format.header import BasePlan, ShardIdentity
+from everstep.format import BasePlan, ShardIdentity
 from everstep.format.log import RecordHead
 from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperparameters
+from everstep.link import Save, fail
 from everstep.link.assembly import Assembly, FuzzyParts, PartialUpdate
 from everstep.link.capture import Capture
 from everstep.link.pool import Block, CapturePool
-from everstep.link.save import Save, copy_outcome, fail
-from everstep.seams.failpoints import failpoint
-from everstep.state.layout.shards import ShardLayout
+from everstep.link.save import copy_outcome
+from everstep.seams import failpoint
+from everstep.state.layout import ShardLayout
 from everstep.state.survey import Shape, Survey
 from everstep.state.training_state import State
 from everstep.state.values.tensors import host_bytes, tensor_entry
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.base.prepared_base import MarkSnapshot
-from everstep.trainer.job.job import Job
-from everstep.trainer.log.untracked_writes import WatchedTensors
+from everstep.trainer.base import MarkSnapshot
+from everstep.trainer.job import Job
+from everstep.trainer.log import WatchedTensors
 from everstep.trainer.multistep.measurements import WindowCosts
 from everstep.trainer.multistep.partition import TimedCopy
 from everstep.trainer.multistep.plan import WindowPlan

@@ -6,3 +6,8 @@ Read in this order:
 - ``scheduler``: observes steps, makes plans of them, and issues copies by a plan; reports when
   each copy ran, next to when it was planned.
 """
+
+from everstep.trainer.schedule.saver import ScheduledSaver
+from everstep.trainer.schedule.scheduler import ScheduleStats
+
+__all__ = ["ScheduleStats", "ScheduledSaver"]

@@ -19,24 +19,21 @@ from typing import Any
 
 import torch
 
-from everstep.capture.batches import Batch
-from everstep.capture.dispatch import Dispatch
-from everstep.capture.lane import Lane, Progress, Take, Transfer
-from everstep.config.options import Options
+from everstep.capture import Batch, Dispatch, Lane, Transfer
+from everstep.capture.lane import Progress, Take
+from everstep.config import Options
 from everstep.errors import DeadlineError, KeeperError
-from everstep.format.header import BasePlan, ShardIdentity
+from everstep.format import BasePlan, ShardIdentity
+from everstep.link import BackgroundChannel, Save, fail, failing_save
 from everstep.link.capture import Capture
-from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
-from everstep.link.save import Save, fail, failing_save
 from everstep.seams import Clock
-from everstep.seams.processes.threads import Outcome
+from everstep.seams.processes import Outcome
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase
-from everstep.trainer.base.saver import Saver
+from everstep.trainer.base import PlannedCopies, PreparedBase, Saver
 from everstep.trainer.participant import BaseRequest, Participant
 from everstep.trainer.schedule.scheduler import Scheduler
 

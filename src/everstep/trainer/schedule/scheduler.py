@@ -32,14 +32,13 @@ import torch
 from rich.filesize import decimal
 from torch import nn
 
-from everstep.capture.batches import Batch, plan_batches
-from everstep.capture.dispatch import Dispatch, Duplicates, Observed, StepEvents, Unit
-from everstep.capture.lane import Lane
-from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
+from everstep.capture import Batch, Dispatch, Lane, plan_batches
+from everstep.capture.dispatch import Duplicates, Observed, StepEvents, Unit
+from everstep.plan.schedule import Leaving, StepPlan, plan_departures
 from everstep.seams.progress import print_line
 from everstep.state.layout.shards import overlaps
 from everstep.state.training_state import State
-from everstep.trainer.base.prepared_base import PreparedBase
+from everstep.trainer.base import PreparedBase
 
 
 class TensorTimes(NamedTuple):

@@ -16,3 +16,28 @@ Runs in the training process. Read in this order:
 - ``closing``: last bases, lost steps, and the keeper that stays or goes.
 - ``stats``: costs and results.
 """
+
+from everstep.trainer.session.calls import (
+    CallGuard,
+    check_platform,
+    check_resume,
+    check_timeout,
+    check_usable,
+    exclusive,
+    refuse_pickling,
+)
+from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
+from everstep.trainer.session.session import open_session
+
+__all__ = [
+    "CallGuard",
+    "PreemptionHandler",
+    "check_platform",
+    "check_resume",
+    "check_timeout",
+    "check_usable",
+    "exclusive",
+    "open_session",
+    "rank_vote",
+    "refuse_pickling",
+]

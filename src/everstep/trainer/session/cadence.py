@@ -21,25 +21,17 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from everstep.config.intervals import Every
-from everstep.config.options import Options
+from everstep.config import Every, Options
 from everstep.errors import InfeasibleError
-from everstep.link.save import Save
-from everstep.plan.estimator import Estimator, FailurePrior
-from everstep.plan.interval import checkfreq_interval, seldom, without_log
+from everstep.link import Save
+from everstep.plan import Estimator, FailurePrior, checkfreq_interval, seldom, without_log
 from everstep.seams import Clock
 from everstep.seams.progress import print_line
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.base.saver import Saver
-from everstep.trainer.budget.disk import (
-    DAY_S,
-    DayMeter,
-    Forecast,
-    budget_in_words,
-    interval_steps_within,
-)
-from everstep.trainer.budget.host_memory import LogLimits
-from everstep.trainer.log.recorder import Recorder
+from everstep.trainer.base import Saver
+from everstep.trainer.budget import DAY_S, DayMeter, Forecast, LogLimits, budget_in_words
+from everstep.trainer.budget.disk import interval_steps_within
+from everstep.trainer.log import Recorder
 from everstep.trainer.participant import Mark, Participant, RestoredState
 
 ASK_EVERY = 10

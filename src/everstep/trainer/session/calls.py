@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
 
 from everstep.capture.update_hooks import in_thread
-from everstep.config.given import is_int, is_number
+from everstep.config import is_int, is_number
 from everstep.errors import OptionError, StateError, UnavailableError
 
 _POLL_S = 1e-3

@@ -18,15 +18,14 @@ from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from everstep.config.options import Options
+from everstep.config import Options
 from everstep.errors import (
     DeadlineError,
     EverstepError,
     FencedError,
     KeeperError,
 )
-from everstep.link.channel import BackgroundChannel
-from everstep.link.save import Save
+from everstep.link import BackgroundChannel, Save
 from everstep.seams.progress import print_line, print_line_to
 from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Keeper

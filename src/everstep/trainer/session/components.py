@@ -6,36 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from everstep.capture import Lane, UpdateHooks
 from everstep.capture.devices import DeviceLane
-from everstep.capture.lane import CpuLane, Lane
-from everstep.capture.update_hooks import UpdateHooks
-from everstep.config.options import Options
+from everstep.capture.lane import CpuLane
+from everstep.config import Options
 from everstep.errors import OptionError
 from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
-from everstep.link.channel import BackgroundChannel
+from everstep.link import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
-from everstep.state.ranks.ddp import refuse_divergent_updates
+from everstep.state.ranks import refuse_divergent_updates
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
-from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.tiers import PeerOptions, TierOptions
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
-from everstep.trainer.base.saver import Saver
-from everstep.trainer.budget.disk import Bounds, free_bytes
+from everstep.trainer.base import Saver
+from everstep.trainer.budget import Bounds
+from everstep.trainer.budget.disk import free_bytes
 from everstep.trainer.budget.host_memory import check_multistep_budget
-from everstep.trainer.checks.first_batches import FirstBatches
-from everstep.trainer.checks.keeper_replay import require_replayable, require_replicable
-from everstep.trainer.job.job import RunPlace
-from everstep.trainer.job.run_folder import refuse_single_base_with_peer
-from everstep.trainer.log.nonfinite import NonFiniteCheck
-from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.log.residuals import warn_of_unsaved_residuals
-from everstep.trainer.multistep.driver import MultistepDriver
-from everstep.trainer.multistep.plan import replayable_gradient_bytes
-from everstep.trainer.multistep.window import window_end
+from everstep.trainer.checks import FirstBatches, require_replayable, require_replicable
+from everstep.trainer.job import RunPlace, refuse_single_base_with_peer
+from everstep.trainer.log import NonFiniteCheck, Recorder, warn_of_unsaved_residuals
+from everstep.trainer.multistep import MultistepDriver, replayable_gradient_bytes, window_end
 from everstep.trainer.participant import BaseSource, Participant
-from everstep.trainer.schedule.saver import ScheduledSaver
+from everstep.trainer.schedule import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.footprint import Footprint, print_footprint
 from everstep.trainer.session.replica_bases import ReplicaBases

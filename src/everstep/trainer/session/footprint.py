@@ -11,30 +11,28 @@ from pathlib import PurePath
 
 from rich.filesize import decimal
 
-from everstep.config.intervals import History
-from everstep.config.options import Options
-from everstep.keeper.log.disk_space import folder_bytes
-from everstep.seams.filesystem import FileSystem
+from everstep.config import History, Options
+from everstep.keeper.log import folder_bytes
+from everstep.seams import FileSystem
 from everstep.seams.progress import print_line
+from everstep.state.ranks import RankInfo
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere
-from everstep.state.ranks.writers import RankInfo
 from everstep.state.survey import Shape
 from everstep.state.training_state import State
-from everstep.tiers.durable_files import storage_errors
-from everstep.tiers.options import TierOptions
-from everstep.trainer.budget.disk import (
+from everstep.tiers import TierOptions, storage_errors
+from everstep.trainer.budget import (
     RUN_BYTES,
     Bounds,
+    LogLimits,
+    bases_in_flight_max,
     bounds_of,
     budget_in_words,
     check_disk_budget,
-    log_step_bytes,
 )
+from everstep.trainer.budget.disk import log_step_bytes
 from everstep.trainer.budget.host_memory import (
-    LogLimits,
     MemoryPlan,
     base_memory_bytes,
-    bases_in_flight_max,
     gradients_of,
     mark_entries,
     mark_memory_bytes,
@@ -42,10 +40,9 @@ from everstep.trainer.budget.host_memory import (
     plan_memory,
     shape_after_first_update,
 )
-from everstep.trainer.checks.keeper_replay import why_inexact
-from everstep.trainer.job.job import RunPlace
-from everstep.trainer.job.run_folder import memory_notice, peer_notice
-from everstep.trainer.log.residuals import residual_bytes
+from everstep.trainer.checks import why_inexact
+from everstep.trainer.job import RunPlace, memory_notice, peer_notice
+from everstep.trainer.log import residual_bytes
 
 _MARKED_MIN_BYTES = 1 << 20
 _PLAIN_SHARE = 10  # of gradients; less plain data is not worth a word

@@ -21,7 +21,7 @@ import torch.distributed
 
 from everstep.config.options import Preemption
 from everstep.errors import DeadlineError
-from everstep.seams.clock import Clock
+from everstep.seams import Clock
 from everstep.seams.processes.signals import SignalWatch
 
 _log = logging.getLogger("everstep")

@@ -15,17 +15,15 @@ import torch
 
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import EverstepError, StateError
-from everstep.format.header import ShardIdentity
+from everstep.format import ShardIdentity
+from everstep.link import BackgroundChannel, Save, complete
 from everstep.link.assembly import Samples
-from everstep.link.channel import BackgroundChannel
-from everstep.link.save import Save, complete
-from everstep.seams.processes.threads import wait_all, wait_done
+from everstep.seams.processes import wait_all, wait_done
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.base.prepared_base import PreparedBase
-from everstep.trainer.base.saver import Saver
+from everstep.trainer.base import PreparedBase, Saver
 from everstep.trainer.participant import BaseRequest, Participant
 
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from everstep.commit.lineage import BaseId
-from everstep.config.options import Options
-from everstep.link.save import Save
-from everstep.restore.start.report import Recovery, describe
+from everstep.commit import BaseId
+from everstep.config import Options
+from everstep.link import Save
+from everstep.restore.start import Recovery, describe
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
-from everstep.trainer.job.copies import seams_with_copies
-from everstep.trainer.job.job import RunPlace
+from everstep.trainer.job import RunPlace, seams_with_copies
 from everstep.trainer.participant import BaseRequest, Mark, RestoredState
 from everstep.trainer.session.calls import CallGuard
 from everstep.trainer.session.closing import Closing, report_lost_bases, wait_for_bases

@@ -12,18 +12,17 @@ from pathlib import PurePath
 from everstep.errors import RecoveryError, StateError
 from everstep.format.writer import ChunkRing
 from everstep.link.messages import JobSession
-from everstep.restore.fetch.held import KeeperContents
-from everstep.restore.start.report import Resumed, ResumeRequest
+from everstep.restore.fetch import KeeperContents
+from everstep.restore.start import Resumed, ResumeRequest
 from everstep.restore.start.resume import resume
+from everstep.run import TimelineCache
 from everstep.run.folder import open_timeline, refuse_unresumed
-from everstep.run.scan import TimelineCache
 from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.training_state import State
-from everstep.tiers.durable_files import storage_errors
+from everstep.tiers import storage_errors
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.job.copies import with_source
-from everstep.trainer.job.job import RunPlace, resume_as_job_of_one
-from everstep.trainer.log.residuals import warn_of_unsaved_residuals
+from everstep.trainer.job import RunPlace, resume_as_job_of_one, with_source
+from everstep.trainer.log import warn_of_unsaved_residuals
 
 
 class LiveStateGuard:

@@ -24,18 +24,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.capture.update_hooks import UpdateHooks
-from everstep.config.options import Options
+from everstep.capture import UpdateHooks
+from everstep.config import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
-from everstep.format.header import ShardIdentity
-from everstep.link.channel import BackgroundChannel
+from everstep.format import ShardIdentity
+from everstep.link import BackgroundChannel
 from everstep.state.layout.entries import RNG_SECTION
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
-from everstep.trainer.base.prepared_base import LastMark, MarkSnapshot
-from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
-from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
-from everstep.trainer.log.untracked_writes import WatchedTensors
+from everstep.trainer.base import LastMark, MarkSnapshot
+from everstep.trainer.checks import (
+    PendingGradients,
+    PendingScalers,
+    UntrackedOptimizers,
+    UntrackedSchedulers,
+)
+from everstep.trainer.log import WatchedTensors
 from everstep.trainer.participant import Participant
 
 _log = logging.getLogger("everstep")

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from everstep.link.save import Save
+from everstep.link import Save
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.multistep.measurements import MultistepReport
+from everstep.trainer.multistep import MultistepReport
 from everstep.trainer.participant import Participant, RestoredState
-from everstep.trainer.schedule.scheduler import ScheduleStats
+from everstep.trainer.schedule import ScheduleStats
 
 _LINE_CHARS = 100
 

@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from everstep.config.options import Options
+from everstep.config import Options
 from everstep.errors import DeadlineError, NonFiniteError
-from everstep.link.channel import BackgroundChannel
-from everstep.trainer.job.job import Job
-from everstep.trainer.log.nonfinite import NonFiniteCheck, nonfinite_error
+from everstep.link import BackgroundChannel
+from everstep.trainer.job import Job
+from everstep.trainer.log import NonFiniteCheck, nonfinite_error
 from everstep.trainer.participant import Participant
 from everstep.trainer.session.cadence import Cadence
 
