@@ -31,18 +31,11 @@ from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import MarkSnapshot, Saver
 from everstep.trainer.multistep.copies import WindowCopies
+from everstep.trainer.multistep.ending import VOID_MAX, BaseInProgress, EndAlone, StepMark
 from everstep.trainer.multistep.measurements import MultistepStats, device_event
 from everstep.trainer.multistep.partition import Partitioner
 from everstep.trainer.multistep.plan import WindowPlan, WindowPlanner, redo_bytes
-from everstep.trainer.multistep.window import (
-    VOID_MAX,
-    BaseInProgress,
-    EndAlone,
-    Handover,
-    StepMark,
-    Window,
-    WindowVoid,
-)
+from everstep.trainer.multistep.window import Handover, Window, WindowVoid
 from everstep.trainer.participant import BaseRequest, Mark, Participant
 
 _log = logging.getLogger("everstep")
