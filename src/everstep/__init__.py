@@ -1,7 +1,7 @@
 """everstep: every training step, recoverable.
 
-The first thing to know of a line of this package is the process that it runs in. In the order in
-which data flows; imports go down this list, never up:
+The docstring of each package says in which process it runs. A package imports only packages above
+it in this list:
 
 ================  ================================================================================
 ``errors``        the exceptions
@@ -11,21 +11,23 @@ which data flows; imports go down this list, never up:
 ``format``        bytes on disk
 ``commit``        commit, history, retention, agreement of ranks: state machines without I/O
 ``config``        options: what a user can choose; ``options`` has their public names
-``compress``      smaller gradients, as training consumes them
+``compress``      compression of the gradients that training consumes
 ``replay``        redo of an optimizer's own updates
 ``link``          between the training process and the keeper: messages and shared memory
-``tiers``         places where bytes live: one contract
+``tiers``         places that store bytes, with one interface
 ``run``           the run folder: its bases, logs and timelines
 ``capture``       device to host: copy lanes, hooks on updates
-``restore``       the way back: resume, replay, copies from elsewhere
+``restore``       restores a state: resume, replay, copies from elsewhere
 ``plan``          cost models, intervals, capture plans
 ``keeper``        runs in the keeper process
 ``trainer``       runs in the training process
-``checkpointer``  the facade of the trainer
+``checkpointer``  the public object
 ``look``          reads a run without taking it over: ``load`` and ``peek``
 ``data``          loaders whose position is part of the state
-``bench``, ``drill``, ``cli``  measurements; the ``everstep`` command
+``workloads``     models that are trained in demos, tests and benchmarks
 ``testing``       a tier that fails, failpoints, a conformance suite
+``demo``          ``everstep demo``
+``cli``           the ``everstep`` command
 ================  ================================================================================
 """
 

@@ -1,4 +1,6 @@
-"""Host memory for captured state: page-aligned, faulted in ahead of use, reused, within a budget.
+"""Host memory for captured state: page-aligned, pre-faulted, reused, within a budget.
+
+Used in both processes:
 
 ``memory``     the arena: memory that trainer and keeper share
 ``allocator``  allocation of ranges within an arena; private blocks of one process, for chunks in

@@ -1,18 +1,17 @@
-"""Copies from device to host in the training process: lanes copy, captures decide when.
+"""Copies from device to host in the training process, made by *lanes*: ordered queues of copies.
 
 Read in this order:
 
-``lane``              contract of a lane: ordered copies from a device into host memory; the lane
-                      for tensors in host memory
+``lane``              contract of a lane; the lane for tensors in host memory
 ``batches``           grouping of tensors into copies
 ``cuda``              lane for CUDA devices: side streams, a thread that enqueues the copies
 ``pinned``            pinned host memory that CUDA devices copy into
 ``devices``           choice of the lane by the tensors' devices
 ``update_hooks``      hooks on optimizers: count updates, and hold them back until copies are made
-``dispatch``          copies issued at planned events of a step (``schedule``); events of a training
-                      step, as seen by hooks
+``dispatch``          copies issued at planned events of a step (``trainer/schedule``); events of a
+                      training step, as seen by hooks
 ``spot_check``        comparison of samples of a capture with the live state
-``mark_samples``      samples in step marks of the log, compared during replay
+``mark_samples``      samples of the state in step marks of the log, compared during replay
 ``version_counters``  detection of writes by torch's version counters
 """
 

@@ -9,8 +9,7 @@
 ``plan``        computes intervals and schedules from models, without measurements
 ``demo``        trains, is killed, resumes, compares every bit
 
-``common`` holds shared code: ``errors``, ``output``, ``runs``, ``paths``, ``units``, ``log``,
-``audit``, ``pictures``.
+``common`` holds shared code: ``errors``, ``output``, ``runs``, ``paths``, ``log``, ``audit``.
 
 Other distributions add verbs (``plugins``); everstep-bench adds two:
 

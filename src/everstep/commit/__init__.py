@@ -6,7 +6,7 @@ performs an action, reports the resulting event, and gets the next action. Read 
 ``lineage``      timelines, and the bases in the history of the newest one
 ``base_commit``  one base on one rank, from the first byte to the manifest
 ``deletion``     deletion of one base from one disk, in two steps (``adr/004``)
-``retention``    choice of the bases to delete, and the watermark that permits it
+``retention``    choice of the bases to delete; the watermark (newest base durable on all ranks)
 ``job``          commits and starts of several ranks (``adr/020``)
 ``log_reach``    the last step that the logs of all ranks reach from a base
 ``copy_round``   rank 0's state while all ranks copy one base to another tier

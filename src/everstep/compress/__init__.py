@@ -1,13 +1,13 @@
 """Smaller gradients: for the gradient log, and for training itself. Runs in the training process.
 
-A log of compressed gradients restores a training exactly if the training consumed the same
+A log of compressed gradients restores a training run exactly if training consumed the same
 compressed gradients (LowDiff); ``compressor`` and ``ddp`` ensure that. Compressing only the copies
 in the log (TierCheck; ``lossy``) restores an approximation.
 
 Read in this order:
 
 ``floats``      numbers as integers that sort by magnitude
-``scan``        search for the largest elements: numpy, plain torch; ``kernels``: Triton
+``scan``        search for the largest elements in numpy or plain torch; ``kernels``: in Triton
 ``sparse``      ``Sparse``: exact top-k, sampled threshold
 ``quantized``   ``Int8``: eight bits per element and a scale per block
 ``lossy``       copies of gradients that training does not consume

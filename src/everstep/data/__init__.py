@@ -1,10 +1,10 @@
-"""Batches whose order is part of the state: a loader that resumes in mid-epoch, bit for bit.
+"""Batches whose order is part of the state: a loader that resumes mid-epoch, bit for bit.
 
-The room runs in the training process and in the loader's worker processes. Read in this order:
+Runs in the training process and in the loader's worker processes. Read in this order:
 
 ``loader``    :class:`ResumableLoader`, the object that goes into the state
-``orders``    the order of an epoch, and its division among ranks; random generators, seeded for a
-              moment and put back
+``orders``    the order of an epoch, and its division among ranks; random generators, seeded
+              temporarily and restored
 ``fetching``  datasets that make the batches, in workers or in the training process
 """
 

@@ -5,9 +5,9 @@ Used in both processes, and by the read-only commands. Read in this order:
 ``names``    names of files and directories, and their parsing
 ``digests``  xxh3-128 of entries, headers and files
 ``records``  the small JSON files: run, timeline, marker, manifest, audit
-``header``   header of a shard, which is an ordinary safetensors file; files of a base before they
-             are written
-``writer``   writing of a shard, past the page cache
+``header``   header of a shard (one file of a base, in safetensors format); layout of the files of a
+             base, planned before they are written
+``writer``   writing of a shard, bypassing the page cache
 ``reader``   reading and verification of a shard
 ``log``      records of the gradient log, and the segment files that contain them
 

@@ -1,17 +1,18 @@
 """Link between the training process and the keeper process.
 
-Both processes import this package; it imports neither. Read in this order:
+Both processes import this package; it imports neither ``trainer`` nor ``keeper``. Read in this
+order:
 
 ``messages``  kinds of messages, and their encoding as plain dicts; one rank's place in one start of
               a job; counters of a keeper; layouts and memory of records of the gradient log
 ``wire``      connections: framing, deadlines, file descriptors, errors
 ``registry``  find a keeper: registration files and locks
 ``spawn``     start a keeper process and connect to it
-``capture``   a base in shared memory: the trainer fills it, the keeper writes it
+``capture``   a base in shared memory: the trainer fills it, the keeper writes it to disk
 ``save``      handle of a base in progress
 ``channel``   errors and deadlines of background work
-``assembly``  data that brings a multi-step capture to one step; compare a base in memory with
-              elements of the live state
+``assembly``  data that brings a base captured over several steps to one step; compare a base in
+              memory with elements of the live state
 
 Only the training process imports these, as they need torch:
 

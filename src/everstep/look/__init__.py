@@ -3,6 +3,6 @@
 Runs in any process beside a running trainer, and writes nothing. Read in this order:
 
 ``load``           the two public functions
-``run_view``       the states that exist now, and which comes first
+``run_view``       the states that exist now, in order of preference
 ``keeper_memory``  bases and logs in the memory of keepers on this machine
 """

@@ -2,8 +2,8 @@
 
 Used in the training process and by ``everstep plan``. Read in this order:
 
-``interval``   the intervals of bases and log segments that waste the least; wasted time as a
-               function of the intervals: the model
+``interval``   model of the time that intervals of bases and log segments waste; the intervals that
+               waste the least
 ``estimator``  the interval of bases during training, from measured costs; steps per log segment,
                from the speed of the disk
 ``multistep``  cost of a base that is captured in several parts; number and sizes of these parts

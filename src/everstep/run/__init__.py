@@ -8,10 +8,10 @@ torch. Read in this order:
 ``chain``      reach of the gradient log from each base
 ``segments``   segments of the log, and their records
 ``log_reads``  records of the log, read ahead of replay
-``open_base``  a base opened for reading, with its redo file
-``tensors``    entries of log records as tensors; digest of the composition of a base
+``open_base``  a base opened for reading; redo file of a base captured over several steps
+``tensors``    entries of log records as tensors; shape digest of a base
 ``prefetch``   items of a generator, produced ahead in a thread
-``verify``     full read-back of a base; audit that a restored state rests on
+``verify``     full read-back of a base; audits of the bases that a state descends from
 ``folder``     creation and checks of the folder at the start of a process
 ``fence``      detection of a newer process that has taken the run over
 ``uncondemn``  withdrawal of a pending deletion

@@ -1,10 +1,10 @@
 """Tools for users' own tests of what they build on everstep.
 
-``conformance``    checks of the contract of a tier; run them on a tier of your own; its helpers
-``faultytier``     a tier around another one that fails, stalls or loses data from a seed
+``conformance``    checks of the contract of a tier, for users' own tiers; their helpers
+``faultytier``     a tier that wraps another, and fails, stalls or loses data as a seed determines
 ``emulated_link``  a link between device and host with a given bandwidth
 ``keepers``        end the keeper of a run; find the base that it holds in memory
-``inspection``     the parts of a Checkpointer, for everstep's own tests
+``inspection``     the components of a Checkpointer, for everstep's own tests
 
 Failpoints are named places in the protocol at which a test can end or interrupt a process:
 :func:`arm` one of :data:`FAILPOINTS`, or set ``EVERSTEP_FAILPOINTS`` in its environment.

@@ -1,9 +1,9 @@
-"""Places that store objects: memory, disks, object stores, behind one contract.
+"""Places that store objects: memory, disks, object stores, with one interface.
 
 Used in training and keeper processes. Read in this order:
 
-``contract``       what every tier guarantees; ``testing/conformance`` tests it; read sources
-                   completely, with checks
+``contract``       the guarantees of every tier, tested by ``testing/conformance``; complete,
+                   checked reads
 ``memory``         objects in memory; files read from memory
 ``disk_tier``      objects as files in a directory
 ``object``         objects in a store (S3 and similar)

@@ -1,15 +1,15 @@
-"""Trainings for demos, tests and benchmarks: models, text, loop, and comparison of results.
+"""Training runs for demos, tests and benchmarks: models, text, loop, and comparison of results.
 
 ``gpt``       a byte-level GPT in plain torch, from thousands to billions of parameters
 ``text``      real text without a download, and a loader whose order can be resumed
 ``training``  model, optimizer, schedule and loader as one object with ``step()``
 
 ``fingerprint``  digests of the live state of a training, without everstep's own code
-``comparison``   differences between two trainings: live states and losses; progress reports of a
-                 training process
+``comparison``   differences between two training runs: live states and losses; progress reports of
+                 a training process
 ``processes``    folder, environment and signals of processes that train
 
-``published``  networks from papers, for plans of captures
+``published``  networks from papers, for capture plans
 """
 
 from __future__ import annotations

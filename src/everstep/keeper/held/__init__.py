@@ -4,7 +4,7 @@ Runs in the keeper process. Read in this order:
 
 ``newest_capture``   the newest complete capture of this rank
 ``memory_bases``     bases of this rank that live in memory only (``method="gemini"``)
-``peer_stores``  copies of other nodes' bases; copies of other nodes' logs
+``peer_stores``      copies of other nodes' bases; copies of other nodes' logs
 """
 
 from everstep.keeper.held.newest_capture import LookReply, NewestCapture

@@ -1,8 +1,8 @@
 """The keeper process: accept trainers and pass their messages to duties.
 
-Runs in the keeper process. A message takes three calls from the socket to its duty:
-``Connections``  reads it, ``Server`` finds its handler by its kind, the handler is a method of the
-duty. Read in this order:
+Runs in the keeper process. A *duty* handles all messages about one subject. A message takes
+three calls from the socket to its duty: ``Connections`` reads it, ``Server`` finds its handler by
+its kind, the handler is a method of the duty. Read in this order:
 
 ``server``       attach and detach, liveness of the trainer, the table of messages
 ``connections``  listener and sockets of the event loop; registration in the runtime folder, renewed

@@ -2,13 +2,13 @@
 
 Also completes bases that were captured over several steps (GoCkpt). Runs in the keeper process. The
 only package of the keeper that imports torch, and only when it is needed: ``replica_state`` and
-``lossy_update``  are imported in background threads. Read in this order:
+``lossy_update`` are imported in background threads. Read in this order:
 
 ``served_replica``   start and stop the replica of the attached training process; its messages
-``replica``          one replica: its thread, the bases requested of it, freezing for a takeover
+``replica``          one replica: its thread, the bases requested of it, its stop at a takeover
 ``replica_state``    the state in memory: apply steps (torch); assemble multi-step bases
-``rebuilds``         multi-step bases, from the last message until they are complete; multi-step
-                     bases that are completed at restore: add their gradients
+``rebuilds``         complete multi-step bases after their last message; or add the gradients with
+                     which a restore completes them
 ``hyperparameters``  hyperparameters that are tensors
 ``lossy_update``     approximate copies of gradients for ``log="adaptive"`` (torch)
 """

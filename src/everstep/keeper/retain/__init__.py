@@ -2,8 +2,8 @@
 
 Runs in the keeper process, after each commit. Read in this order:
 
-``retention``  the order of retention and of cleaning up after crashes; read a base back before
-               older ones are deleted
+``retention``  retention and cleanup after crashes, in order; read a base back before older ones are
+               deleted
 ``history``    steps that ``history=`` keeps reachable, and the bases that they need
 ``deletion``   delete a base or a segment so that a crash at any point is harmless
 """

@@ -4,11 +4,11 @@ Sources are the memory of keepers, the memory and disks of other nodes, and copi
 
 Read in this order:
 
-``held``           base, log records and copies in a keeper's memory; copy of one rank's files of a
-                   base, in memory; steps of one rank's log, in memory
+``held``           in a keeper's memory: base and log records of its own rank, copies of another
+                   node's base files and log steps
 ``copies``         one rank: the run folder and its copies as one file system
-``rank_copies``    several ranks: what a rank can read from copies in tiers; several ranks: what a
-                   rank can read from its disk; opens timelines there
+``rank_copies``    several ranks: inventory of a rank's disk and of the copies in tiers; opens
+                   timelines on that disk
 ``start_channel``  messages between the ranks during a start, and detection of silent ranks
 ``peer_plan``      decides which copies and steps each rank fetches
 ``peers``          carries out the plan: exchange of chunks between ranks

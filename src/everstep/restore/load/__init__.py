@@ -5,8 +5,8 @@ Runs in the training process (and in ``everstep.load``). Read in this order:
 ``saved_ranks``  files of all ranks that saved a base, and the view of them that a rank restores
 ``targets``      memory that the entries are read into
 ``pieces``       pieces of sharded entries, copied to their destinations
-``load``         all of it, in order: compare, stream, restore; live state while a restore proceeds;
-                 check for NaN and infinity
+``load``         the load, in order: compare, stream, restore; progress of a restore; check for NaN
+                 and infinity
 """
 
 from everstep.restore.load.load import (

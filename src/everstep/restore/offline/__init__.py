@@ -3,16 +3,16 @@
 Runs in commands (``everstep verify``, ``restore``, ``replay``), in ``load()`` and ``peek()``, in
 the audit process, and in the keeper's replica. Read in this order:
 
-``run_log``        ``RunLog``: which steps the log of a run leads to, from which base, by which
+``run_log``        ``RunLog``: steps that the log of a run restores, each with its base and its
                    segments
-``memory``         ``HostMemory``: replay over them, by :class:`.ReplayDriver`; ``OfflineState``:
+``memory``         ``HostMemory``: the memory that :class:`.ReplayDriver` updates; ``OfflineState``:
                    tensors and objects of one rank
 ``job_state``      ``JobState``: the states of all ranks of a job, replayed together; one rank is a
                    job of one
 ``complete``       bring the parts of a multi-step base to the step of the base
 ``rank_files``     read one rank's files of a base
-``load``           read a base of one or several ranks; which tensors of a job's base are loaded for
-                   which of its ranks
+``load``           read a base of one or several ranks; choose the tensors of a job's base that are
+                   loaded for each rank
 ``rebuild``        ``Rebuilder``: the state of any logged step, also with some updates left out
 ``audit``          compare a base with the replay of the log from the base before it
 ``audit_process``  the same in a process of its own, started by the keeper

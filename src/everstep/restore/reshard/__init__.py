@@ -1,11 +1,11 @@
-"""Replay a log that another number of ranks wrote, or as many in another layout
+"""Replay a log that another number of ranks wrote, or the same number in another layout
 (``docs/design/ranks.md``).
 
 Runs in the training process. Read in this order:
 
-``logs``       logs of the old ranks, shared out among the ranks of this job for reading
+``logs``       logs of the old ranks, divided among the ranks of this job for reading
 ``gradients``  this rank's slices of the gradients of the old ranks
-``marks``      step marks of the old ranks, restored as a base of theirs would be
+``marks``      step marks of the old ranks, restored like a base of those ranks
 ``replay``     replay of the steps
 """
 

@@ -6,12 +6,12 @@ both restore by the same replay, and give the same result. Read in this order:
 ``resume``        driver of one rank: choose, restore, open a timeline
 ``roll_forward``  load a base, and replay the log on it
 ``report``        the result: for the training process, and as the user gets it; bases that lack
-                  sections of the state; the live state, and what is accepted
-``resume_job``    driver of several ranks, carrying out their agreement
+                  sections of the state; the request: step, live state, strictness
+``resume_job``    driver of several ranks; carries out their agreement
 ``rank_sources``  what one rank can read; opens its timeline
 ``rank_restore``  what one rank restores, as the ranks chose
 ``rank_loader``   one rank's share of a base of several ranks
-``rank_log``      one rank's log in such a resume; records that ranks send each other meanwhile
+``rank_log``      one rank's log in a resume of several ranks; records that the ranks exchange
 ``job_outcome``   the result of one rank, for itself and for the others
 """
 

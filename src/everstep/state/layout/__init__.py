@@ -1,13 +1,11 @@
-"""Names, placement and file layout of the entries that a state consists of. No torch is needed
-here.
+"""Names, placement and file layout of the entries that a state consists of. Needs no torch.
 
-The room runs in both processes: the trainer plans a layout, the keeper writes it. Read in this
-order:
+Runs in both processes: the trainer plans a layout, the keeper writes it. Read in this order:
 
-``entries``    a named, typed byte range of the state; the digest of a state's shape; reserved names
-               of entries and of objects
-``placement``  the box of a tensor that each rank of a mesh holds; compare the ranks' views of the
-               tensors that they replicate
+``entries``    entries: named, typed byte ranges of the state; the shape digest; reserved names of
+               entries and of objects
+``placement``  the slice of a tensor that each rank of a mesh holds; compare the ranks' views of
+               the tensors that they replicate
 ``shards``     offsets of entries in a rank's files; the protocol that supplies the bytes
 ``lru``        bounded caches, by key and by layout
 """

@@ -1,6 +1,6 @@
 """State providers: survey and restore each kind of value in the user's state dict.
 
-The room runs in the training process; restores use it, too. Read in this order:
+Runs in the training process; also used by restores. Read in this order:
 
 ``provider``    the protocol, restore plans, comparison of saved entries with live tensors
 ``modules``     modules, and the names of their parameters

@@ -1,7 +1,7 @@
 """State that is distributed or replicated over ranks: who writes each entry, and who logs each
 gradient.
 
-The room runs in the training process. Read in this order:
+Runs in the training process. Read in this order:
 
 ``ddp``         parameters that DistributedDataParallel keeps equal, and those it does not; restore
                 the order in which DDP sums gradients

@@ -1,6 +1,6 @@
 """Leaf values of a state: tensors, plain objects and random generators, as entries and as bytes.
 
-The room runs in both processes, mostly in the trainer; it does no I/O. Read in this order:
+Runs in both processes, mostly in the trainer; it does no I/O. Read in this order:
 
 ``tensors``     tensors and DTensors as entries; their memory as bytes
 ``tree``        split nested state into tensors and plain objects, and join them again

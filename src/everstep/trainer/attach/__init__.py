@@ -2,8 +2,8 @@
 
 Runs in the training process. Read in this order:
 
-- ``keeper``: interface of a keeper, whether it is a thread or a process.
-- ``terms``: what each keeper of a rank is told; ``mailbox``: where other ranks reach it.
+- ``keeper``: interface of a keeper, which is a process or a thread.
+- ``terms``: the settings that each keeper of a rank gets; ``mailbox``: where other ranks reach it.
 - ``keepers``: the keeper of one Checkpointer: attach, start a timeline, replace, close.
 - ``attach``: finds the keeper process of a run, or starts one; reads those of earlier processes.
 - ``remote``: a keeper process as seen from here: messages and pending bases.

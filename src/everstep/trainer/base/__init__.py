@@ -3,7 +3,7 @@
 Read in this order:
 
 - ``prepared_base``: the layout of a base and its copy plan, reused while the state keeps its shape;
-  the state at a step mark, for a base that is taken when training ends later.
+  the state at a step mark, for a base that ``close()`` takes later.
 - ``saver``: captures a base into host memory (or writes it at once) and holds updates back
   until their tensors are copied.
 """

@@ -13,7 +13,7 @@ The paper's ideas, in the order in which to read the modules:
 - ``copies``: copies of parts, and of the gradients that updates consume; gradients go first
   (4.2.2).
 - ``held_gradients``: gradients whose copies continue during the next forward: GoCkpt-O (4.2.4).
-- ``partition``: into how many parts, and which; the size of chunks (4.2.3, 4.4.2).
+- ``partition``: number and contents of the parts; the size of chunks (4.2.3, 4.4.2).
 - ``plan``: parts, copies and memory of a window, planned before the base is due.
 - ``measurements``: durations of steps, and costs of windows, for the model of 4.2.3.
 

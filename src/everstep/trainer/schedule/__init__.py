@@ -2,7 +2,7 @@
 
 Read in this order:
 
-- ``saver``: captures at each step mark; keeps the newest one in memory, or makes it durable.
+- ``saver``: captures at each step mark; keeps the newest capture in memory, or makes it durable.
 - ``scheduler``: observes steps, makes plans of them, and issues copies by a plan; reports when
   each copy ran, next to when it was planned.
 """

@@ -2,17 +2,18 @@
 
 Runs in the training process. Read in this order:
 
-- ``session``: what happens in each call, and in which order; drives the participants
+- ``session``: the order of the work in each call; drives the participants
   (:mod:`everstep.trainer.participant`).
 - ``components``: chooses and builds the participants of a method.
 - ``footprint``: memory and disk space that they will need; checked, and printed.
 - ``calls``: checks before a call does anything; one call at a time.
 - ``start``: takes over a run, by a resume or a fresh start.
-- ``state_watch``: position; tracks updates, and whether the live state is that of a step mark.
-- ``cadence``: decides when a base is due, and on one interval for all ranks.
+- ``state_watch``: position in training; tracks updates, and whether the live state is that of a
+  step mark.
+- ``cadence``: decides when a base is due, with one interval for all ranks.
 - ``step_consensus``: collective decisions of all ranks at a step boundary.
 - ``replica_bases``: requests bases from the keeper's replica.
-- ``preemption``: a last base when the job is going to be killed.
+- ``preemption``: a last base before the job is killed.
 - ``closing``: last bases, lost steps, and the keeper that stays or goes.
 - ``stats``: costs and results.
 """
