@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noting(kind: Any) -> Any:
         run = own(kind)
-        assert run is not None
+        if run is None:  # without TorchScript
+            return None
 
         def noted(parameters: Any, moments: Any, gradients: Any, *rest: Any) -> None:
             calls.append(len(gradients))
@@ -263,7 +265,8 @@ def test_the_self_test_tells_rounded_factors(
     """TorchScript's own ``mul_`` rounds its factor to bfloat16. Hyperparameters that hide that
     (0.999 is 1, and so is what a small learning rate leaves of a weight) prove nothing for others
     that are alike but for their values."""
-    monkeypatch.setattr(blocked, "program", _with_plain_factors(tmp_path).program)
+    plain = _with_plain_factors(tmp_path, monkeypatch)
+    monkeypatch.setattr(blocked, "program", plain.program)
     monkeypatch.setattr(self_test, "_proven", {})
     for kind, options in ((AdamW, {}), (SGD, {"momentum": 0.999})):
         optimizer = kind([torch.zeros(1, dtype=torch.bfloat16)], lr=1e-5, **options)
@@ -300,7 +303,7 @@ def test_factors_that_tell_do_so_in_whatever_they_come() -> None:
     assert self_test._telling("betas", [0.9, 0.999]) == [0.83, 0.83]
 
 
-def _with_plain_factors(folder: Path) -> Any:
+def _with_plain_factors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``blocked`` as it would be without ``_times``."""
     source, line = inspect.getsource(blocked), "    return one.mul_("
     assert source.count(line) == 1
@@ -310,6 +313,7 @@ def _with_plain_factors(folder: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "plain", module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
