@@ -131,12 +131,6 @@ def check_bases(run: Path) -> int:
     return max(base.id.step for base in bases)
 
 
-@pytest.fixture(autouse=True)
-def earlier_tests_have_no_arenas() -> None:
-    """Free the keepers that earlier tests ran in this process: their arenas would be counted."""
-    gc.collect()
-
-
 def arenas() -> dict[int, int]:
     """Processes of this test run that have arenas, and how many mappings and descriptors."""
     found = {}
