@@ -235,6 +235,10 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def no_garbage() -> None:
     """What earlier tests dropped is gone: memory and descriptors of theirs would be found, or be
     given back while one looks."""
+    # pytest keeps the traceback of the last test that failed, or failed as expected: its frames hold
+    # what the test had.
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
     gc.collect()
 
 
