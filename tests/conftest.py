@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -235,8 +236,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def no_garbage() -> None:
     """What earlier tests dropped is gone: memory and descriptors of theirs would be found, or be
     given back while one looks."""
-    # pytest keeps the traceback of the last test that failed, or failed as expected: its frames hold
-    # what the test had.
+    # pytest keeps the traceback of the last test that failed, also if that was expected, and its
+    # frames hold the test's objects.
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)
     gc.collect()
