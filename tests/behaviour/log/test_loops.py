@@ -253,8 +253,8 @@ def test_groups_of_the_first_step(run_folder: Path) -> None:
 
 @pytest.mark.parametrize("later", [False, True])
 def test_gaps_of_a_gradient_that_a_fused_kernel_reads(later: bool, run_folder: Path) -> None:
-    """What lies in them is in no log, so the step is not recorded: a new base is taken. Also where
-    the kernel is chosen ``later`` than the gradient has gaps."""
+    """No log holds the bytes in the gaps, so the step is not recorded and a new base is taken; also
+    where the kernel is chosen ``later`` than the gradient has gaps."""
     model, optimizer = world(fused=True)
     use_fused(optimizer, fused=not later)
     with opened(run_folder, model, optimizer) as ckpt:

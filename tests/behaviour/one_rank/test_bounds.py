@@ -49,7 +49,7 @@ def test_run_folder_and_copies_stay_below_what_is_printed(
         keep=KEEP,
         tiers=[TierOptions(str(place), keep=1)],
     ) as ckpt:
-        bounds = inspect(ckpt).bounds
+        bounds = inspect(ckpt).footprint.bounds
         said = capsys.readouterr().err
         ckpt.resume()
         for _ in range(STEPS):

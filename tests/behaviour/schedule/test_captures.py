@@ -463,17 +463,19 @@ def test_save_makes_the_capture_of_this_step_durable(keeper: Bench, run_folder: 
 
 
 def test_saves_of_two_captures_that_are_not_complete_yet(keeper: Bench, run_folder: Path) -> None:
-    """Each of them becomes durable, also if the lane's thread is two steps behind."""
-    loop, gate, saves = Loop(), Gate(), list[Save]()
+    """Each of them becomes durable, also if the lane's thread has two steps left to copy."""
+    loop = Loop()
+    gate = Gate()
+    saves = list[Save]()
     ckpt, _ = trained(run_folder, loop, 1, every=None, keep=100)
     saver = inspect(ckpt).saver
     assert isinstance(saver, ScheduledSaver)
     saver.finish_captures()
     complete = saver.scheduler.complete
 
-    def late(*about: Any) -> None:
+    def late(*args: Any) -> None:
         gate.wait_at()
-        complete(*about)
+        complete(*args)
 
     saver.scheduler.complete = late  # type: ignore[method-assign]
     for step in (2, 3):

@@ -29,7 +29,7 @@ DEADLINE_S = 30.0
 
 
 class ThreadGroup:
-    """What :class:`everstep.seams.group.Group` promises, among threads."""
+    """A :class:`everstep.seams.group.Group` whose ranks are threads."""
 
     host = "127.0.0.1"
 

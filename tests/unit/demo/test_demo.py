@@ -934,13 +934,14 @@ import sys
 import torch
 import everstep
 from everstep.demo import child
+from everstep.testing import inspect
 
 sound = everstep.Checkpointer.resume
 
 def resume(self, *args, **kwargs):
     recovery = sound(self, *args, **kwargs)
     if recovery.step:
-        tensors = self._state.survey().tensors
+        tensors = inspect(self).state.survey().tensors
         weight = tensors["model/blocks.0.mlp_in.weight"].view(-1)
         weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
     return recovery

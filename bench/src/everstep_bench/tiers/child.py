@@ -65,7 +65,8 @@ def main(arguments: list[str]) -> int:
         training = _training(order)
         with _checkpointer(order, training) as checkpointer:
             checkpointer.resume()
-            bounds = asdict(inspect(checkpointer).bounds)
+            footprint = inspect(checkpointer).footprint
+            bounds = {**asdict(footprint.memory), **asdict(footprint.bounds)}
             say(
                 "ready",
                 bounds=bounds,

@@ -22,7 +22,6 @@ from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.base import Saver
-from everstep.trainer.budget import Bounds
 from everstep.trainer.budget.disk import free_bytes
 from everstep.trainer.budget.host_memory import check_multistep_budget
 from everstep.trainer.checks import FirstBatches, require_replayable, require_replicable
@@ -47,7 +46,7 @@ class Components:
         participants: all participants, in the order in which they handle a step mark: the log
             first, the interval after everything that it measures.
         nonfinite: check of recorded gradients; None without a log.
-        bounds: announced upper bounds.
+        footprint: expected sizes, and the limits that were announced.
     """
 
     options: Options
@@ -64,7 +63,7 @@ class Components:
     updates: UpdateHooks
     cadence: Cadence
     nonfinite: NonFiniteCheck | None
-    bounds: Bounds
+    footprint: Footprint
 
     @property
     def reads_marks(self) -> bool:
@@ -202,7 +201,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         updates=UpdateHooks(refuse_divergent_updates(state, saver.gate)),
         cadence=cadence,
         nonfinite=None if recorder is None else recorder.nonfinite,
-        bounds=footprint.bounds,
+        footprint=footprint,
     )
     warn_of_unsaved_residuals(state)
     print_footprint(footprint, options, place, state, limits, in_process=terms.in_process)
