@@ -102,7 +102,7 @@ class _Job:
         if any(len(one["keepers"]) != 1 for one in ready):
             raise EverstepError("a rank has no keeper, or several")
         keepers = [one["keepers"][0] for one in ready]
-        sampler = Sampler(self._runs, keepers, [one["host_bytes"] for one in bounds], self._place)
+        sampler = Sampler(self._runs, keepers, [one["arena_bytes"] for one in bounds], self._place)
         sampler.look(1)
         began_s = dict(sampler.cpu_s)
         steps = self._steps(ranks, sampler, display)
@@ -160,7 +160,7 @@ def _bound(tier: str, bounds: Sequence[dict[str, Any]]) -> int:
     """Return the announced bound. An arena has a control area in front of the requested bytes."""
     if tier == COPIES:
         return sum(size for bound in bounds for _, size in bound["copies"])
-    field = {MEMORY: "host_bytes", PEER: "peer_bytes", DISK: "disk_bytes"}[tier]
+    field = {MEMORY: "arena_bytes", PEER: "peer_bytes", DISK: "disk_bytes"}[tier]
     more = CONTROL_BYTES if tier == MEMORY else 0
     return int(min(bound[field] for bound in bounds)) + more
 

@@ -29,7 +29,7 @@ class Sampler:
     Args:
         runs: folder of each rank.
         keepers: its keeper's process.
-        host_bytes: that each rank has announced for captured state: the size of its arena.
+        host_bytes: size of the arena that each rank has announced.
         place: where copies go; None: nowhere.
 
     Attributes:
