@@ -50,7 +50,7 @@ class RecordHead:
             ``"mark"``: the end of the user's step; recovery ends only here.
         step: step that the mark ends, or that the update belongs to.
         lsn: number of the update; for a mark, of the last update before it.
-        shape: digest of the shape of the state (see :func:`everstep.state.shape_digest`): a log is
+        shape: digest of the shape of the state (see :func:`.entries.shape_digest`): a log is
             replayed only onto a state of the same shape.
         exact: replay may be exact: the state is exact by lineage, and torch is used as the
             timeline's record describes.

@@ -55,7 +55,7 @@ class Seams:
         clock: measures time.
         lane: makes the copy lane (a ``capture.lane.Lane``, which this package cannot import);
             None: the engine chooses.
-        group: makes the group of ranks (a ``network.group.Group``) from a timeout in seconds, or
+        group: makes the group of ranks (a ``seams.group.Group``) from a timeout in seconds, or
             returns None for a process that trains by itself. If this attribute is None, the group
             comes from torch.distributed.
     """

@@ -168,8 +168,8 @@ class NewestCapture:
         *,
         own: bool = False,
     ) -> tuple[dict[str, Any], list[bytes], Arena] | None:
-        """Return the capture that an earlier process has left, as :func:`.held.base_to_wire`, and
-        its arena.
+        """Return the capture that an earlier process has left, as :func:`.base_to_wire` encodes it,
+        and its arena.
 
         Args:
             arena: arena of the process that asks.

@@ -340,7 +340,7 @@ class SegmentQueue:
     Args:
         writer: writes segments to disk; None: the log stays in memory.
         post: called with errors.
-        on_disk: called with the number of the last record on disk, or :data:`.log_records.ENDED`.
+        on_disk: called with the number of the last record on disk, or :data:`.messages.ENDED`.
         batch: number of steps per segment.
 
     Attributes:

@@ -77,7 +77,7 @@ class StartChannel:
     Attributes:
         doing: this rank's activity, sent every second to ranks that wait for it.
         chunks: requested and received parts of copies and logs, by sender, which are no part of the
-            agreement; :func:`.peers.fetch_from_peers` and :class:`.log_exchange.LogExchange` take
+            agreement; :func:`.peers.fetch_from_peers` and :class:`.rank_log.LogExchange` take
             them.
     """
 

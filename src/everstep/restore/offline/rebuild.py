@@ -59,7 +59,7 @@ class Rebuilt:
         skipped: bases that were tried first, and why they would not do.
         own: by part of the state: what of several ranks is not in it, in words.
         inexact: why it is not exact, besides that; "" if it is.
-        audit: what the state rests on (see :func:`.audits.audit_of`).
+        audit: what the state rests on (see :func:`.verify.audit_of`).
     """
 
     state: OfflineState

@@ -42,7 +42,7 @@ class Outcome:
         load_s: seconds spent loading.
         reads: bytes read, by tier.
         redone: result of replay.
-        audit: audit that the state rests on (see :func:`.audits.audit_of`).
+        audit: audit that the state rests on (see :func:`.verify.audit_of`).
     """
 
     loaded: LoadedBase | None = None

@@ -47,7 +47,7 @@ class Resumed:
         step, lsn: step and LSN of the state.
         replayed: number of steps replayed.
         inexact: why the state is not exact; "" if it is.
-        audit: audit that the state rests on (see :func:`.audits.audit_of`).
+        audit: audit that the state rests on (see :func:`.verify.audit_of`).
         load_s, replay_s: seconds spent loading the base and replaying the log.
         forks: steps at which earlier processes took the run over.
         reads: of several ranks: bytes that each has read, and their source.
