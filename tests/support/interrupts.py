@@ -49,7 +49,8 @@ def started_at(line: int, method: Any, other: threading.Thread) -> Iterator[None
                 other.join(0.2)  # it may have to wait for the method
         return look
 
-    code, before = method.__code__, sys.gettrace()
+    code = method.__code__
+    before = sys.gettrace()
     sys.settrace(lambda frame, *_: look if frame.f_code is code else None)
     try:
         yield

@@ -241,7 +241,8 @@ def test_no_save_is_answered_with_one_that_was_interrupted(
     run_steps(ckpt, world, 2)
     planner = inspect(ckpt).part(MultistepDriver).planner
     owner = planner if place == "digest_of" else inspect(ckpt).saver
-    goes_on, interrupted = getattr(owner, place), list[int]()
+    goes_on = getattr(owner, place)
+    interrupted: list[int] = []
 
     def interrupts(*about: Any) -> Any:
         if not interrupted:

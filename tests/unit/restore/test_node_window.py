@@ -242,7 +242,9 @@ def test_what_changes_while_it_is_taken_is_read_anew(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank that has given up waiting for this one uses the slot for the next cell."""
-    store, copyto, progress = Store(), np.copyto, Arena.progress
+    store = Store()
+    copyto = np.copyto
+    progress = Arena.progress
     with windows(2, wait_s=SHORT_S) as ranks:
         store.take(ranks[0], 0)
 

@@ -288,8 +288,10 @@ class TestTraining:
 
 def test_a_handler_that_python_cannot_restore_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a C library that had it before the interpreter began."""
-    look, install = signal.getsignal, signal.signal
-    foreign, before = signal.SIGHUP, signal.getsignal(signal.SIGHUP)
+    look = signal.getsignal
+    install = signal.signal
+    foreign = signal.SIGHUP
+    before = signal.getsignal(foreign)
 
     def installed(number: int, handler: Any) -> Any:
         earlier = install(number, handler)
