@@ -135,6 +135,7 @@ def test_many_more_images(synced: bool) -> None:
     enumerate_crashes(StaleDeleter(), images_per_point=24).raise_if_any()
 
 
+@pytest.mark.slow
 def test_a_stale_deleter_may_die_anywhere() -> None:
     report = enumerate_crashes(StaleDeleter())
     print(report)

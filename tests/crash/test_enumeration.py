@@ -37,6 +37,11 @@ def passes(report: Report, *, operations_min: int) -> None:
     assert report.operations >= operations_min
 
 
+def test_sampled_crashes_of_the_first_save() -> None:
+    passes(watch_crashes(TrainingScenario(done=0), images_per_point=1), operations_min=30)
+
+
+@pytest.mark.slow
 def test_first_save_ever() -> None:
     passes(enumerate_crashes(TrainingScenario(done=0)), operations_min=30)
 
@@ -93,6 +98,7 @@ def test_resuming() -> None:
     passes(enumerate_crashes(TrainingScenario(done=2, saves=0)), operations_min=10)
 
 
+@pytest.mark.slow
 def test_background_saves() -> None:
     scenario = TrainingScenario(done=1, keep=1, method="async")
     passes(watch_crashes(scenario, images_per_point=1), operations_min=30)
@@ -128,6 +134,7 @@ def test_a_mapped_file_never_changes(noticed: bool) -> None:
     assert all(untouched) == noticed
 
 
+@pytest.mark.slow
 def test_errors_in_the_first_save() -> None:
     report = enumerate_errors(TrainingScenario(done=0), images_per_point=0)
     passes(report, operations_min=30)

@@ -53,6 +53,7 @@ def resumes_of(seed: int, layout: str, first: Death, ending: Ending) -> list[Dea
     return [Death("s2", act, False) for act in range(1, acts + 1)]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("layout", ALONE)
 def test_before_every_act_of_a_commit(layout: str, part: int) -> None:
@@ -66,6 +67,7 @@ def test_before_every_act_of_a_commit(layout: str, part: int) -> None:
     assert found == {OLD, NEW}, "both happen"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", ALONE)
 def test_before_every_act_of_the_start_behind_it(layout: str) -> None:
     deaths = deaths_of(0, layout)
@@ -122,6 +124,7 @@ def disturbed(layout: str, *, twice: bool) -> Iterator[tuple[tuple[Death, ...], 
     yield from (((d,), ENDINGS[at % len(ENDINGS)]) for at, d in enumerate(deaths))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("bug", "layout", "twice"),
     [

@@ -48,7 +48,7 @@ LEFT_OUT = {2959: BaseId(1, 3), 3064: BaseId(1, 2)}
 """Seeds at which a promise to ranks that a start has left out is not kept: of this base."""
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_schedules(part: int) -> None:
     count = SCHEDULES // PARTS

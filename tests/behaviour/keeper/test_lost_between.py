@@ -99,6 +99,7 @@ def test_a_base_lost_before_a_wait_within_a_step_is_taken_at_its_end(
         assert ckpt.stats().durable_step == 3
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("moment", ["settle", "serve"])
 def test_training_goes_on_when_the_next_keeper_dies_as_it_comes_into_service(
     moment: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,7 @@ def test_nobody_waits_for_a_base_that_was_due_as_the_keeper_died(
     assert committed(run_folder) == {4}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("place", ["acquire", "decide"])
 def test_a_base_of_the_same_step_is_taken_again(
     place: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch

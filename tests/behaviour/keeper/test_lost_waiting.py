@@ -103,7 +103,7 @@ def test_training_goes_on_when_the_keeper_dies_as_a_base_is_taken(
         assert other.snapshot() == states[step]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["lazy", "logged"])
 @pytest.mark.parametrize("ends", ["wait", "close"])
 def test_two_keepers_in_a_row(

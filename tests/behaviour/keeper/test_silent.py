@@ -19,6 +19,7 @@ from tests.support.lost_keepers import keeper_of, stopped
 from tests.support.world import TIMEOUT_S
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("no_keeper_stays")
 @pytest.mark.parametrize("method", ["lazy", "logged"])
 def test_training_beside_a_stopped_keeper_is_told(method: str, run_folder: Path) -> None:

@@ -64,7 +64,7 @@ def policy_of(name: str, told: list[EverstepError]) -> Any:
     return told.append if name == "function" else name
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize(
     ("policy", "method", "ends"),
     [

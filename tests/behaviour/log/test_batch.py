@@ -131,6 +131,7 @@ def lengths(run: Path) -> list[int]:
     return [segment.last - segment.after for segment in segments_of(run)]
 
 
+@pytest.mark.slow
 def test_the_batch_of_a_running_keeper_follows_the_disk(run_folder: Path) -> None:
     with Training(run_folder).opened() as run:
         run.disk.price_s = 0.245

@@ -131,7 +131,7 @@ def test_without_disk_and_keeper_a_run_is_back_at_its_last_step(
     assert world.snapshot() == states[STEPS]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("where", ["record", "index"])
 @pytest.mark.parametrize("log_steps", [1, 2], ids=["same segments", "other segments"])
 def test_a_damaged_segment_is_read_in_the_copy(

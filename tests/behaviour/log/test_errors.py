@@ -137,7 +137,7 @@ def test_whatever_fails_once(
     check(run_folder, states, {3} - bases if holes else set(), World(seed=9))
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_fails_in_recording_goes_by_the_policy(
     place: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +170,7 @@ def test_what_fails_in_recording_goes_by_the_policy(
     check(run_folder, states, {3} - bases if holes else set(), World(seed=9))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("kind", "without"), [(StorageError, set()), (EverstepError, {3})])
 def test_a_step_that_ends_in_an_error_makes_a_base_due(
     kind: type[EverstepError], without: set[int], run_folder: Path

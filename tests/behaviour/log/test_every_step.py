@@ -202,7 +202,7 @@ def test_what_no_base_has_is_trained_with_no_log(run_folder: Path) -> None:
 # --- In this very process ---------------------------------------------------------------
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("process", [True, False])
 @pytest.mark.parametrize("to", ["memory", "disk"])
 def test_rewind(run_folder: Path, process: bool, to: str) -> None:

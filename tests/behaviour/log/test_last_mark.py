@@ -250,6 +250,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(what, method, steps, leaves, marks=marks)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("what", "method", "steps", "leaves"), list(cases()))
 def test_what_is_put_in_behind_the_last_step_is_no_state_of_it(
     run_folder: Path, what: str, method: str, steps: int, leaves: str

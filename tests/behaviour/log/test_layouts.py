@@ -192,6 +192,7 @@ def test_places_of_gradients_are_as_few() -> None:
 # --- Training ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_garbage")
 def test_nothing_grows_with_the_steps(served: Bench) -> None:
     """Neither in the trainer nor in the keeper, which are one process here."""
@@ -258,6 +259,7 @@ def test_a_killed_trainer_loses_no_step(served: Bench, said: Counter[str]) -> No
         assert other.snapshot() == states[STEPS]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("process", [True, False])
 def test_a_segment_holds_what_its_keeper_has_forgotten(run_folder: Path, process: bool) -> None:
@@ -279,6 +281,7 @@ def test_a_segment_holds_what_its_keeper_has_forgotten(run_folder: Path, process
                 assert other.snapshot() == states[step]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_keeper_stays")
 @pytest.mark.filterwarnings("ignore:everstep. the keeper .* is gone:RuntimeWarning")
 def test_a_keeper_that_takes_over_is_told_anew(run_folder: Path) -> None:

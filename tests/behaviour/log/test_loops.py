@@ -157,7 +157,7 @@ def swapped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     first.data, second.data = second.data, first.data
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize(
     ("one_step", "fused", "replayed"),
     [

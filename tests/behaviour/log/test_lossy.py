@@ -118,7 +118,7 @@ def about_of(record: LogRecord) -> Any:
 # --- As training would have recorded it ---------------------------------------------------
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_same_bytes_as_in_a_log_that_training_makes_lossy(tmp_path: Path, world: str) -> None:
     whole = log_of(tmp_path / "dense", WORLDS[world](), "dense")
@@ -151,7 +151,7 @@ def entries_of(record: LogRecord) -> dict[Any, bytes]:
     return {p.entry: record.data[p.begin : p.end].tobytes() for p in record.layout.placed}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("world", ["float32", "bfloat16", "NaN", "a GradScaler"])
 def test_replay_gives_what_a_log_that_training_makes_lossy_gives(
     tmp_path: Path, world: str
@@ -250,7 +250,7 @@ def gradients(draw: st.DrawFn) -> torch.Tensor:
     return gradient.permute(order).contiguous().permute(back)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("int8_below", [0, 200, 1 << 20])
 @given(drawn=st.lists(gradients(), min_size=1, max_size=4))
 def test_restored_values_are_within_the_bound_of_their_form(
@@ -331,6 +331,7 @@ print(lossy_record(large_and_small(), 0.05).digest)
 """
 
 
+@pytest.mark.slow
 def test_another_process_with_other_threads_makes_the_same() -> None:
     """And needs no torch for what is no gradient."""
     found = lossy_record(large_and_small(), RATIO)

@@ -228,6 +228,7 @@ def test_nothing_else_stands_in_for_a_record(
     assert len(before) < len(wanted)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("upto", [6, 5], ids=["as far", "less far"])
 def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
     tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch, upto: int
@@ -267,6 +268,7 @@ def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
         all_die(ranks)  # or one would wait for the other to save, too
 
 
+@pytest.mark.slow
 def test_a_disk_and_a_copy_that_have_parted_are_not_mixed(tmp_path: Path) -> None:
     """One process goes on without copies, another on a machine of its own, from these: both open
     timeline 2, and a base of the one fits the log of the other."""

@@ -197,7 +197,7 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untold_module, "SAMPLE_EVERY_STEPS", 1 << 40)
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(27)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("write", [*SEEN, *UNSEEN])
 def test_a_base_is_taken(run_folder: Path, write: Write, place: str) -> None:
@@ -215,7 +215,7 @@ def test_a_base_is_taken(run_folder: Path, write: Write, place: str) -> None:
     assert_never_wrong(run_folder, states, fused=fused)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("write", UNSEEN)
@@ -256,7 +256,7 @@ def test_several_steps_at_once(run_folder: Path) -> None:
         ckpt.resume(step=at + 2)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("write", [clamped, data_clamped])
 def test_in_every_step(run_folder: Path, write: Write, place: str) -> None:

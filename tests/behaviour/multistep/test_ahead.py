@@ -75,7 +75,7 @@ def freeze(world: World) -> None:
     world.model[0].weight.requires_grad_(False)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(18)
 @BOTH
 @pytest.mark.parametrize("planned", ["ahead", "for the base before"])
 @pytest.mark.parametrize("change", [None, replace_storage, regroup, swap, freeze])

@@ -60,12 +60,14 @@ def some_slow(names: Iterable[str], quick: Collection[str]) -> list[Any]:
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", some_slow(ROWS, ["AdamW-fused", "SGD-momentum-foreach"]))
 def test_every_trap_at_once(case: str, served: Bench) -> None:
     overlap = ROWS.index(case) % 2 == 1
     check_fuzzy(served, matrix(case, "all"), left(3, overlap=overlap))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("loop", some_slow(LOOPS, ["accumulate", "scaler", "frozen"]))
 def test_each_trap(loop: str, served: Bench) -> None:
     check_fuzzy(served, matrix("AdamW-foreach", loop), left(4, overlap=True), steps=7)

@@ -64,6 +64,7 @@ def trained(run_folder: Path) -> tuple[Path, dict[int, Any]]:
 # --- Deaths -----------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("within", range(4))
 def test_a_trainer_that_dies_in_a_window_goes_back_to_the_base_before(
     within: int, served: Bench
@@ -100,6 +101,7 @@ def test_between_two_windows_the_last_base_is_there(trained: tuple[Path, dict[in
 # --- What is committed ------------------------------------------------------------------
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("op", ["create", "reserve", "write", "truncate", "sync", "rename"])
 def test_nothing_is_committed_whose_gradients_are_not_durable(op: str, run_folder: Path) -> None:
     filesystem, reported = HookedFileSystem(), list[EverstepError]()
@@ -217,6 +219,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_cannot_be_made_whole_is_no_base(
     how: str, trained: tuple[Path, dict[int, Any]]

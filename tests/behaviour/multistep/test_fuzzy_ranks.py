@@ -93,7 +93,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("wrote", "starts"), WAYS, ids=str)
 def test_all_of_it_is_of_one_step(
     wrote: tuple[str, int], starts: tuple[str, int], tmp_path: Path, ring: ChunkRing
@@ -148,6 +148,7 @@ def test_what_nobody_needs_of_it_is_not_made_whole(tmp_path: Path, ring: ChunkRi
     assert set(loaded.rank_bytes) == {1}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", ["ddp", "hsdp"])
 def test_disks_of_their_own_have_parts_of_other_updates(
     layout: str, tmp_path: Path, ring: ChunkRing
@@ -239,6 +240,7 @@ SPOILT: dict[str, tuple[str, Any, str]] = {
 }
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", SPOILT)
 def test_what_cannot_be_made_whole_is_no_base(
@@ -299,6 +301,7 @@ def offline(base: BaseFound, ring: ChunkRing, run: Path, **given: Any) -> Any:
     return load_job(FS, found, Reads(ring, TIMEOUT_S), **given)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("layout", "world"), [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])
 def test_commands_make_it_whole(layout: str, world: int, tmp_path: Path, ring: ChunkRing) -> None:
     """Its digests are those of the same base taken in one step."""

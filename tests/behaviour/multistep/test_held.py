@@ -78,6 +78,7 @@ def waits(what: Callable[[], object], go: threading.Event) -> bool:
     return waited
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("held_steps", [2, 3, 4])
 def test_the_update_that_they_are_due_at_waits(
     held_steps: int, slow: threading.Event, served: Bench

@@ -28,14 +28,14 @@ def served(run_folder: Path) -> Iterator[Bench]:
         yield made
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("case", ROWS)
 def test_every_trap_at_once(case: str, overlap: int, served: Bench) -> None:
     check(served, matrix(case, "all"), over(3, overlap=overlap))
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(36)
 @pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "all"])
 def test_each_trap(loop: str, overlap: int, served: Bench) -> None:
@@ -60,7 +60,7 @@ def test_every_row_of_the_matrix(case: str, overlap: int, served: Bench) -> None
     check(served, matrix(case, "all"), over(3, overlap=overlap), late=False)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 def test_parameters_of_all_kinds_and_two_optimizers(overlap: int, served: Bench) -> None:
     """One parameter is shared by both, the rate of one is a tensor that a schedule writes to, and
@@ -95,7 +95,7 @@ class Compressed:
         return snapshot_of(self.state)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("dense_below", [0, 1000], ids=["all", "the large ones"])
 def test_gradients_that_training_consumes_compressed(
@@ -105,6 +105,7 @@ def test_gradients_that_training_consumes_compressed(
     check(served, lambda *, seed: Compressed(dense_below, seed=seed), method)
 
 
+@pytest.mark.slow
 def test_a_resumed_training_goes_on_as_if_nothing_had_been(served: Bench) -> None:
     make = matrix("AdamW-foreach", "all")
     check(served, make, over(3), steps=7)

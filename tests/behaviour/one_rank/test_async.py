@@ -326,6 +326,7 @@ def test_the_keeper_does_not_hold_on_to_live_tensors(run_folder: Path) -> None:
         gate.open()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["sync", "async"])
 def test_bodies_longer_than_several_chunks(method: str, run_folder: Path) -> None:
     """More than the ring of chunks holds, not a multiple of anything, cut through tensors."""

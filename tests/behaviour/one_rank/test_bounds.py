@@ -36,6 +36,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layers", [1, 40])
 def test_run_folder_and_copies_stay_below_what_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: int

@@ -435,7 +435,7 @@ def test_a_read_that_hangs(run_folder: Path) -> None:
 # Ctrl-C.
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("op", "path", "nth"), SAVE_OPERATIONS, ids=IDS)
 def test_interrupted_while_saving(op: str, path: str, nth: int, run_folder: Path) -> None:
     """No lock, no half-saved base; the next save works, of the same step or the next."""

@@ -276,6 +276,7 @@ RESUMER_STEPS = [("scan", "*/run"), ("open", "*/manifest.json"), ("open", "*.saf
 RESUMER_STEPS += [("create", "*/timeline.json.*"), ("link", "*/timeline.json")]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("op", "path"), RESUMER_STEPS)
 def test_deleted_while_being_resumed(op: str, path: str, run_folder: Path) -> None:
     """The older process commits a newer base and deletes the one that is being read (keep=1):

@@ -50,7 +50,7 @@ def opened(it: Training, run: Path, method: str) -> Checkpointer:
     return Checkpointer(run, state, method=method, every=5)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("what", MOVES)
 def test_what_has_moved_is_not_called_step_0(what: str, method: str, run_folder: Path) -> None:
@@ -67,6 +67,7 @@ def test_what_has_moved_is_not_called_step_0(what: str, method: str, run_folder:
         assert ckpt.resume().step == 1
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_has_not_may_be_resumed_as_often_as_one_likes(method: str, run_folder: Path) -> None:
     it = Training()
@@ -91,6 +92,7 @@ class Rounding(torch.nn.Linear):
         return {key: value.bfloat16() for key, value in found.items()}
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rounds", [True, False])
 def test_a_module_that_rounds_what_it_gives_is_not_exact(

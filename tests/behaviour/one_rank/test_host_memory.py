@@ -331,6 +331,7 @@ def test_a_base_that_has_no_room_beside_the_log_comes_first(run_folder: Path) ->
     assert again.state["order"] == world.state["order"]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["async", "lazy"])
 @pytest.mark.parametrize("room", [None, 3])
 def test_bases_of_plain_data_wait_for_a_slow_disk(
@@ -390,6 +391,7 @@ def file_limit() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["lazy", "logged", "lowdiff_plus"])
 def test_a_small_state_is_saved_under_a_limit_of_file_sizes(
     method: str, file_limit: Callable[[int], None], run_folder: Path

@@ -70,6 +70,7 @@ def parameters(table: nn.Embedding) -> Any:
     return hook
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("hooked", [closures, parameters])
 @pytest.mark.parametrize("step", [LATE, STEPS])
 def test_its_first_step_has_no_record(hooked: Any, step: int, tmp_path: Path) -> None:

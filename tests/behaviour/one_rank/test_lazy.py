@@ -228,6 +228,7 @@ def test_a_static_entry_that_changes_is_refused(run_folder: Path) -> None:
             ckpt.wait()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", [*LAZY, "async"])
 def test_several_in_flight_are_not_mixed(method: str, run_folder: Path) -> None:
     """PEERS, point 1: every one of them is the state of its own step."""
@@ -244,6 +245,7 @@ def test_several_in_flight_are_not_mixed(method: str, run_folder: Path) -> None:
         assert restored(run_folder, step) == snapshots[step], step
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", LAZY)
 def test_an_arena_for_one_capture_pushes_back(method: str, run_folder: Path) -> None:
     """I10: never grows, never drops."""

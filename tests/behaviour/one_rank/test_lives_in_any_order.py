@@ -149,6 +149,7 @@ def play(keep: int, script: list[tuple[str, int, int]]) -> None:
         world.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(keep=st.integers(1, 3), script=actions)
 def test_any_order(keep: int, script: list[tuple[str, int, int]]) -> None:

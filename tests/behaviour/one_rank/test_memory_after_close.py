@@ -63,7 +63,7 @@ _HERE = ["async", "checkfreq", "lazy", "logged", "checkflow"]
 _BESIDE = [*_HERE, "gockpt", "gockpt_o", "lowdiff_plus", "gemini"]
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize(
     ("method", "process"),
     [*((method, True) for method in _BESIDE), *((method, False) for method in _HERE)],
@@ -81,6 +81,7 @@ def test_close_gives_the_memory_back(method: str, process: bool, run_folder: Pat
     assert all(save.durable.done() for save in saves)
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_run_again_does_not_take_it_twice(run_folder: Path) -> None:
     """Nobody has closed the first one."""
     before = mapped()
@@ -138,7 +139,7 @@ def replaced(run: Path, method: str) -> Iterator[Replaced]:
     assert mapped() == training.before
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(12)
 @pytest.mark.filterwarnings("ignore:everstep:RuntimeWarning")
 @pytest.mark.parametrize(
     "method", ["async", "lazy", "logged", "checkflow", "gockpt_o", "lowdiff_plus", "gemini"]
@@ -150,7 +151,7 @@ def test_a_keeper_that_is_replaced_takes_its_memory_along(method: str, run_folde
         training.train()
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.filterwarnings("ignore:everstep:RuntimeWarning")
 @pytest.mark.parametrize("method", ["lazy", "logged", "checkflow"])
 def test_whoever_sends_may_be_the_first_to_notice(
@@ -171,7 +172,7 @@ def test_whoever_sends_may_be_the_first_to_notice(
         training.train()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.filterwarnings("ignore:everstep:RuntimeWarning")
 @pytest.mark.parametrize("method", ["lazy", "checkflow", "gockpt_o", "gemini"])
 def test_one_that_is_lost_when_a_capture_begins(

@@ -118,6 +118,7 @@ def test_parameters_that_move_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPa
     assert not opened.holds
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("resumes", [True, False], ids=["resumes", "just begins"])
 @pytest.mark.parametrize("trained_on", ["cpu", "cuda"])
 def test_a_program_that_has_a_gpu_and_goes_on_on_the_cpu(

@@ -101,6 +101,7 @@ def test_a_character_that_the_stream_does_not_have(monkeypatch: pytest.MonkeyPat
     assert stream.buffer.getvalue() == b"everstep: runs/year\n"  # type: ignore[attr-defined]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("from_the_start", [True, False])
 def test_training_goes_on(
     from_the_start: bool,

@@ -112,7 +112,7 @@ def backup(served: Bench, tmp_path: Path) -> Path:
     return copied(served.run, tmp_path / "backup")
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("second", [1, 3, 5])
 @pytest.mark.parametrize("method", ["logged", "lazy", "gemini"])
 def test_a_keeper_that_hears_of_it_lets_go_of_what_it_has(
@@ -127,6 +127,7 @@ def test_a_keeper_that_hears_of_it_lets_go_of_what_it_has(
     assert again[found] == states[found]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["logged", "lazy", "gemini"])
 def test_what_a_keeper_has_that_did_not_hear_of_it_is_left_out(
     method: str,
@@ -146,6 +147,7 @@ def test_what_a_keeper_has_that_did_not_hear_of_it_is_left_out(
     assert "another process opened" in caplog.text
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("another", [True, False])
 @pytest.mark.parametrize("method", ["logged", "lazy"])
 def test_a_process_that_lives_is_fenced_off(

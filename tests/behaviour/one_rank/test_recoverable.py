@@ -188,7 +188,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("method", "lost_steps"),
     [("lazy", 3), ("logged", 0), ("lowdiff_plus", 0), ("checkflow", 2)],

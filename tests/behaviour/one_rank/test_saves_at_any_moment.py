@@ -58,6 +58,7 @@ def restored(run: Path) -> tuple[int, Any]:
     return found.step, world.snapshot()
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("nth", [0, 1])
 def test_an_interrupt_while_copies_are_planned(
@@ -211,7 +212,7 @@ def test_between_before_update_and_after_update(run_folder: Path) -> None:
     assert restored(run_folder) == (3, world.snapshot())
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(15)
 @pytest.mark.parametrize("inner", ["save", "step", "resume", "wait", "close"])
 @pytest.mark.parametrize("outer", ["step", "save", "resume"])
 def test_in_the_middle_of_another_call(

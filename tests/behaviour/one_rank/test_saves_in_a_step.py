@@ -114,6 +114,7 @@ def raise_signal() -> None:
     os.kill(os.getpid(), NUMBER)  # its handler runs before this function returns
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("where", ["forward", "loading"])
 @pytest.mark.parametrize("kind", ["function", "method", "partial", "object"])
 def test_in_a_signal_handler(

@@ -93,6 +93,7 @@ def test_a_jump_in_training_takes_nothing_and_keeps_nothing(
             assert_kept(run)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(6)
 @pytest.mark.parametrize("jump_s", [0.0, HOURS_S, -HOURS_S], ids=["none", "forward", "back"])
 @pytest.mark.parametrize("later_s", [0.0, HOURS_S, -HOURS_S], ids=["at once", "late", "earlier"])

@@ -150,7 +150,7 @@ def back(path: Path, wanted: list[list[torch.Tensor]], step: int, **options: Any
             assert all(map(torch.equal, one.weights, mine)), f"rank {one.number}"
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["sync", "lazy", "checkfreq"])
 def test_what_nobody_trains_is_written_once_in_each_life(tmp_path: Path, method: str) -> None:
     """A frozen backbone is most of a model."""

@@ -78,6 +78,7 @@ def committed(ranks: list[RankTraining]) -> list[int]:
     return list(steps)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["async", "lazy", "checkfreq", "logged"])
 def test_a_time_is_over_for_all_ranks_at_once(tmp_path: Path, method: str) -> None:
     """When it is over for the last of them, which is the faster one."""
@@ -227,6 +228,7 @@ def failures(ranks: list[Replica], do: Callable[[Replica], Any]) -> list[Everste
     return on_all(*(lambda one=one: fails(one) for one in ranks))  # type: ignore[misc]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_sees_ends_the_step_of_all(tmp_path: Path, rank: int) -> None:

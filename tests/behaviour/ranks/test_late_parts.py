@@ -73,7 +73,7 @@ class Looping(World):
         return super().snapshot() | {"loop": self.loop.snapshot()}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shows", ["late", "early"])
 @pytest.mark.parametrize("name", ["a", "z"])
 def test_three_kills(tmp_path: Path, name: str, shows: str) -> None:

@@ -251,6 +251,7 @@ def test_a_scaler_that_does_nothing_on_one_rank(tmp_path: Path) -> None:
     assert "rank 0: scaler: saved by a scaler that is enabled, the live one is not" in said
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("step", [None, 3, 4])
 def test_with_a_log_behind_the_base(tmp_path: Path, step: int | None) -> None:
     refused(tmp_path, plain, with_head, step, **LOGGED)
@@ -351,6 +352,7 @@ def test_a_step_of_the_log_of_another_state_in_one_process(tmp_path: Path) -> No
         assert (found.step, found.replayed, found.exact) == (4, 0, False)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("build", [with_head_apart, with_a_layer])
 def test_the_newest_base_where_the_log_is_of_another_state(tmp_path: Path, build: Build) -> None:
     saved(tmp_path, plain, 6, **LOGGED)
@@ -429,6 +431,7 @@ def test_ranks_with_a_part_of_the_state_do_not_drop_a_log_unasked(tmp_path: Path
         assert [one.step for one in resume(ranks, 4)] == [4, 4]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("strict", [True, False])
 def test_ranks_pass_over_a_base_of_a_part_of_the_state(tmp_path: Path, strict: bool) -> None:
     path = tmp_path / "run"

@@ -99,7 +99,7 @@ def test_new_hosts_with_empty_disks_join(tmp_path: Path) -> None:
             assert all(map(torch.equal, training.weights, trained_replicas(6)))
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("world", "lost"), [(2, (1,)), (2, (0,)), (4, (1, 2)), (3, (0, 1))])
 def test_a_host_that_was_replaced_takes_what_the_others_have(
     tmp_path: Path, world: int, lost: tuple[int, ...]

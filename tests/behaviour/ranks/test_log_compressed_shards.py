@@ -94,7 +94,7 @@ def parts_of(values: Values, whole: dict[str, torch.Tensor]) -> list[str]:
     ]
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize("kind", COMPRESS)
 @pytest.mark.parametrize(("wrote", "starts"), JOBS, ids=str)
 def test_every_part_is_replayed_bit_for_bit(

@@ -61,7 +61,7 @@ def resumed(paths: tuple[Path, ...], step: int, replayed: int) -> list[everstep.
         return found
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_each_rank_records_a_part_and_all_come_back(
@@ -116,7 +116,7 @@ def test_what_is_not_trained_alike_is_recorded_by_each() -> None:
     assert not any(name.startswith("own") for name in parts)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_flipped_bit_in_one_part_takes_all_to_the_step_before(
@@ -143,6 +143,7 @@ def test_a_part_that_is_gone_takes_all_to_the_step_before(tmp_path: Path, rank: 
     resumed((path, path), 5, 1)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "always"])
 def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
@@ -259,6 +260,7 @@ def test_both_parts_are_the_update(two: list[list[LogRecord]]) -> None:
         assert torch.equal(gradient, updates[1].gradients[name])  # type: ignore[arg-type]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("parts", "why"),
     [

@@ -68,7 +68,7 @@ def ring() -> Iterator[ChunkRing]:
     made.close()
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(27)
 @pytest.mark.parametrize(("wrote", "starts"), JOBS, ids=str)
 def test_every_part_is_replayed_bit_for_bit(
     wrote: Job, starts: Job, tmp_path: Path, ring: ChunkRing
@@ -277,6 +277,7 @@ def test_a_part_of_a_gradient_that_is_gone_is_noticed(tmp_path: Path, ring: Chun
         redone(base, logs, "fsdp", info, ring, 1)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("wrote", "starts"), [(("fsdp", 4), 2), (("fsdp", 2), 3), (("ddp", 2), 3)])
 def test_what_was_written_past_the_optimizer_is_noticed(
     wrote: Job, starts: int, tmp_path: Path, ring: ChunkRing

@@ -162,6 +162,7 @@ def test_what_one_rank_notices_all_do(tmp_path: Path, monkeypatch: pytest.Monkey
     came_back((path, path), 6, 2, apart=True)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path, before: bool, now: bool) -> None:
     """Its own log leads on from no base of the layout before: without one, it would be lost."""
@@ -205,7 +206,7 @@ def test_a_log_without_a_base_of_its_layout_is_refused_and_said(tmp_path: Path) 
     assert "the layout of its ranks is not that of the base before it" in str(one.skipped)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_a_hole_in_one_log_ends_it_for_all(
@@ -218,7 +219,7 @@ def test_a_hole_in_one_log_ends_it_for_all(
         assert f"the log of rank {rank} ends before; others reach 7" in str(one.skipped)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_a_flipped_bit_takes_all_to_the_step_before(

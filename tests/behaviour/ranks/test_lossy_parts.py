@@ -88,6 +88,7 @@ def test_lossy_parts_of_some_ranks_take_all_to_the_same_approximation(
         die(found)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}], ids=["rank 0", "rank 1", "both"])
 def test_an_update_of_lossy_parts_says_so(two: list[list[LogRecord]], ranks: set[int]) -> None:
     parts = [lossy_record(two[r][1], 0.1) if r in ranks else two[r][1] for r in range(2)]

@@ -162,7 +162,7 @@ def several(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(run_folder, 4)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.usefixtures("several")
 @pytest.mark.parametrize("static", [[], ["model/seen"]], ids=["logged", "static"])
 @pytest.mark.parametrize("world", [1, 2, 3])

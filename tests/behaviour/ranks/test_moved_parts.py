@@ -244,6 +244,7 @@ def test_a_log_behind_links(tmp_path: Path, part: str) -> None:
     logged.forget(run)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("how", ["link", "renamed"])
 def test_several_ranks(tmp_path: Path, how: str) -> None:
     path = tmp_path / "run"

@@ -100,6 +100,7 @@ def test_without_the_record_that_would_say_it(run: Path, how: str) -> None:
     assert look(run, step=0)[0].source == "fresh"
 
 
+@pytest.mark.slow
 def test_a_base_that_the_history_has_turned_away_from_is_named(run_folder: Path) -> None:
     logged.train(run_folder, World(), 8)
     logged.train(run_folder, World(), 4, at=4)
@@ -125,6 +126,7 @@ def test_damage_to_what_was_given_up_is_no_reason_to_refuse(run: Path) -> None:
     assert "damaged" in str(recovery.skipped)
 
 
+@pytest.mark.slow
 def test_a_copy_is_a_base_that_is_left(run_folder: Path, tmp_path: Path) -> None:
     copies = [str(tmp_path / "copies")]
     for steps in (4, 6):
@@ -176,6 +178,7 @@ def test_a_log_that_no_base_leads_to(run_folder: Path, caplog: pytest.LogCapture
     assert recovery.notes[0] in caplog.messages
 
 
+@pytest.mark.slow
 def test_a_log_behind_bases_that_are_gone(run_folder: Path) -> None:
     logged.train(run_folder, World(), 6)
     logged.train(run_folder, World(), 4)
@@ -190,6 +193,7 @@ def test_a_log_behind_bases_that_are_gone(run_folder: Path) -> None:
 # --- Several ranks ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_several_ranks(tmp_path: Path, shared: bool) -> None:
@@ -220,6 +224,7 @@ def test_several_ranks(tmp_path: Path, shared: bool) -> None:
             assert {one.source for one in resume(ranks, step)} == {"fresh"}
 
 
+@pytest.mark.slow
 def test_several_ranks_behind_a_start_from_scratch(tmp_path: Path) -> None:
     """Whose process was killed before its first base: what was given up stays so."""
     path = tmp_path / "run"

@@ -43,7 +43,7 @@ def check(found: list[Any], step: int, gone: str) -> None:
         assert f"the files of rank(s) {gone} are not here" in str(one.notes)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("world", "left"), [(2, (0,)), (2, (1,)), (3, (2,)), (3, (0, 2)), (4, (1, 3)), (4, (0, 1))]
 )

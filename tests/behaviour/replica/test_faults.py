@@ -634,6 +634,7 @@ def test_rewind_starts_the_replica_anew(served: Bench) -> None:
         assert bytes(found.bytes_of("model/0.weight")) == states[7]["0.weight"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("then", ["save", "close"])
 def test_a_rewind_that_is_refused_holds_nothing_up(served: Bench, then: str) -> None:
     """The replica was to stay as it was for it."""
@@ -673,6 +674,7 @@ def test_a_base_is_due_at_the_newest_step_once_one_is_written() -> None:
     assert wanted.target == 13
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("steps", [3, 4])
 @pytest.mark.parametrize("why", ["its base fails", "it has stopped"])
 def test_closing_takes_what_no_replica_can_make(why: str, steps: int, run_folder: Path) -> None:

@@ -130,6 +130,7 @@ def resume_from(ranks: list[Rank], step: int) -> list[everstep.Recovery]:
     return on_all(*(lambda one=one: one.ckpt.resume(step) for one in ranks))  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_bases_are_those_of_training_and_training_takes_one(tmp_path: Path, shared: bool) -> None:
@@ -145,6 +146,7 @@ def test_bases_are_those_of_training_and_training_takes_one(tmp_path: Path, shar
         read_back(paths, step)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_killed_ranks_come_back_to_the_last_step_by_base_and_log(
     tmp_path: Path, shared: bool
@@ -465,6 +467,7 @@ def test_who_writes_a_parameter_records_its_gradients(near: tuple[int, ...] | No
     assert len(owners) in (0, len(states))
 
 
+@pytest.mark.slow
 def test_parameters_without_a_gradient_stay_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,7 +491,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(
         read_back(paths, step)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -80,7 +80,7 @@ def own_bases(case: str, loop: str) -> int:
     return 2 if LOOPS[loop].frozen and found.late and makes_state else 1
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_base_of_the_replica_is_what_a_lazy_base_is(tmp_path: Path, loop: str) -> None:
     case = "AdamW-foreach"
@@ -88,7 +88,7 @@ def test_a_base_of_the_replica_is_what_a_lazy_base_is(tmp_path: Path, loop: str)
     check_bases(tmp_path, make, own=own_bases(case, loop))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "case", ["SGD-momentum-for-loop", "Adam-fused", "AdamW-fused", "RMSprop-for-loop"]
 )

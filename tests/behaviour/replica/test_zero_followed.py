@@ -71,6 +71,7 @@ class Captured:
         return consumed, UPDATE_OBJECT, consumed.about
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("world", [2, 5, 7])
 def test_each_keepers_replica_is_what_its_rank_has(world: int) -> None:
     """Of seven ranks one has no parameter at all."""

@@ -93,7 +93,7 @@ def stats_of(ckpt: everstep.Checkpointer) -> Any:
 # --- Every capture is the state of its step ---------------------------------------------
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_is_torn(kind: str, run_folder: Path) -> None:
     """A link so slow that updates wait and copies are late, and every step is restored."""
@@ -117,6 +117,7 @@ def test_no_tensor_is_torn(kind: str, run_folder: Path) -> None:
             assert other.snapshot() == snapshots[step], step
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", ["scaled", "scaled fused"])
 def test_a_step_that_updates_nothing(kind: str, run_folder: Path) -> None:
     """It is captured like any other; an optimizer that is not called lets the step stray."""

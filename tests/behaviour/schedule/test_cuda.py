@@ -20,6 +20,7 @@ from tests.support.world import opened
 played = cuda_world.played  # the fixture
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 def test_every_capture_is_the_state_at_its_mark(
     gate: bool, played: threading.Event, run_folder: Path, monkeypatch: pytest.MonkeyPatch

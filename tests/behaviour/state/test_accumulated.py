@@ -168,6 +168,7 @@ def skipped_and_zeroed_late(world: World, ckpt: everstep.Checkpointer) -> None:
     ckpt.step()
 
 
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize(
     "loop",
     [each_micro_batch, each_that_is_reduced, but_for_the_last, clipped_at_last, before_the_update],
@@ -203,7 +204,7 @@ def marked_again(world: World, ckpt: everstep.Checkpointer) -> None:
     ckpt.step()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize(
     "loop",
     [

@@ -132,7 +132,7 @@ def plain(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(
     ("hook_state", "hook", "said"),
     [

@@ -108,6 +108,7 @@ def test_a_loader_that_draws_its_order_from_the_processs_generator(
     assert MOVED in caplog.text
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("data", "shuffled", "exact"),
     [(Fixed(), False, True), (Noisy(), False, False), (Fixed(), True, False)],
@@ -125,7 +126,7 @@ def test_generators_that_are_put_back_after_skipping(
     assert unobserved()
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("data", [Fixed(), Noisy()], ids=["fixed", "noisy"])
 def test_nothing_is_said_of_a_right_program(
@@ -244,7 +245,7 @@ def resume_beside(
     return recovery
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["sampler", "loader"])
 def test_a_loader_of_a_part_that_has_its_position_back(
@@ -304,6 +305,7 @@ def test_generators_that_move_before_a_resumable_loader_goes_on(
     assert not resume(4).exact
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("own_counter", [False, True])
 def test_a_sampler_in_another_epoch_than_its_position(
     own_counter: bool, run_folder: Path, caplog: pytest.LogCaptureFixture

@@ -79,6 +79,7 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("method", ["lazy", "logged"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_an_optimizer_in_a_wrapper(wrapper: str, method: str, run_folder: Path) -> None:
@@ -411,6 +412,7 @@ class Loader:
         return self.position
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "lazy", "logged"])
 def test_a_loader_that_draws_when_its_iterator_is_made(method: str, run_folder: Path) -> None:
     """Behind a resume nothing is drawn that an undisturbed training would not draw."""

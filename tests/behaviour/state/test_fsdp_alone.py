@@ -56,6 +56,7 @@ def opened(run: Path, there: Sharded, method: Any) -> everstep.Checkpointer:
     return everstep.Checkpointer(run, there.values, method=method, every=4)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("method", ["logged", "gockpt"])
 def test_a_killed_training_comes_back_bit_for_bit(served: Bench, method: str, fused: bool) -> None:

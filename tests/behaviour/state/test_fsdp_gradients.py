@@ -114,6 +114,7 @@ def replicated() -> World:
     return World(mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "parts")))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["lazy", "logged"])
 @pytest.mark.parametrize(
     ("make", "undone"),

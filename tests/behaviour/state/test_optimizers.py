@@ -79,13 +79,13 @@ def hash_of(name: str) -> int:
     return sum(name.encode())
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", ["SGD-momentum", "Adam-loop", "AdamW-fused", "LBFGS", "ASGD"])
 def test_loaded_into_an_optimizer_that_has_stepped(name: str, run_folder: Path) -> None:
     check_resume(run_folder, with_optimizer(OPTIMIZERS[name]), warm=2)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("name", ["SGD-momentum", "Adam-loop", "AdamW-fused", "LBFGS"])
 @pytest.mark.parametrize("warm", [0, 2])
 def test_saved_before_the_first_update(name: str, warm: int, run_folder: Path) -> None:
@@ -228,6 +228,7 @@ class _Odd(torch.optim.SGD):
                 state["odd"], state["ones"] = self.make(), torch.ones(2)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "make",
     [
@@ -291,7 +292,7 @@ def test_frozen_and_unused_parameters(run_folder: Path) -> None:
     assert state["model"][0].weight in held
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
 @pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("method", ["sync", "lazy"])
@@ -315,6 +316,7 @@ def test_parameters_in_another_order_of_memory(
             assert value.dim() == 0 or value.stride() == parameter.stride()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_parameters_that_the_next_loss_does_not_depend_on(run_folder: Path, to_none: bool) -> None:
     """Where gradients are zeroed in place an update changes them all the same, by weight decay and

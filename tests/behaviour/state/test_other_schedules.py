@@ -44,7 +44,7 @@ def trained(make: _Make, steps: int) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "seen": steps}
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(18)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("live", MAKES)
 @pytest.mark.parametrize("saved", MAKES)

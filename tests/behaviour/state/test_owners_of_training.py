@@ -75,6 +75,7 @@ def peeked(run: Path, state: dict[str, Any], step: int | None = None) -> everste
 # --- Optimizers -------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["sync", "async", "lazy", "logged"])
 def test_a_forgotten_optimizer_is_named_and_nothing_is_called_exact(
     run_folder: Path, method: str
@@ -96,7 +97,7 @@ def test_a_forgotten_optimizer_is_named_and_nothing_is_called_exact(
             ckpt.save()
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["async", "lazy", "logged"])
 def test_an_optimizer_that_is_bound_anew_in_mid_run(run_folder: Path, method: str) -> None:
     """Bases before it are exact; those after it have the state as it was, and are not."""
@@ -525,6 +526,7 @@ def test_an_optimizer_within_another_that_does_not_save_it(run_folder: Path) -> 
 # --- Options of groups ------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["async", "logged"])
 def test_an_option_that_the_base_does_not_know_stays(run_folder: Path, method: str) -> None:
     model, optimizer = make()
@@ -597,7 +599,7 @@ def scheduled(
     return messages, found
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["async", "logged"])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_scheduler_in_no_part_of_the_state(run_folder: Path, method: str, replaced: bool) -> None:
@@ -764,7 +766,7 @@ def several_that_one_in_an_object_calls(_: nn.Module, optimizer: AdamW) -> Any:
     return {"app": App(sched=one), "idle": schedules.StepLR(optimizer, 3)}, [one]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     "of",
     [

@@ -108,7 +108,7 @@ class Training:
                 ckpt.close()
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("method", ["sync", "logged"])
 def test_a_loader_goes_on_where_it_was(

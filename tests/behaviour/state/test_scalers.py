@@ -123,6 +123,7 @@ def in_micro_batches(world: World, ckpt: everstep.Checkpointer) -> None:
     ckpt.step()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("loop", "told"),
     [

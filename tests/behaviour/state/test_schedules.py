@@ -41,7 +41,7 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
@@ -59,6 +59,7 @@ def test_schedulers(name: str, run_folder: Path) -> None:
     check_resume(run_folder, build, step)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rate", ["tensor", "float"])
 def test_a_scheduler_over_a_learning_rate_in_a_tensor(rate: str, run_folder: Path) -> None:
     def build(seed: int) -> State:

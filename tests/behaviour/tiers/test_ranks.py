@@ -78,6 +78,7 @@ def test_the_copy_is_what_all_ranks_have(tmp_path: Path, shared: bool) -> None:
     assert not job.posted
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("victim", "silent", "late"),
     [(0, False, False), (0, False, True), (1, True, False), (1, False, True), (1, True, True)],
@@ -575,6 +576,7 @@ class Quicker(FaultyTier):
         return super().begin(op, name)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_a_number_that_another_job_has_taken_gets_to_no_disk(
     apart: list[Path],

@@ -464,6 +464,7 @@ def test_a_keeper_that_says_nothing_is_reported_within_the_stated_time(run_folde
 # --- Objects larger than a message ------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("source", ["memory", "disk"])
 def test_objects_of_many_messages(source: str, run_folder: Path) -> None:
     """There and, when the trainer has died, back again: character for character."""
@@ -565,6 +566,7 @@ ckpt.close()
 """
 
 
+@pytest.mark.slow
 def test_a_base_larger_than_dev_shm(run_folder: Path) -> None:
     """Containers give 64 MB of it; writing past that is a SIGBUS. The arena is not there."""
     tiny = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && "$@"']

@@ -137,7 +137,7 @@ def watched(folder: Path, layout: str, recorder: int) -> list[list[dict[str, Any
     return [[json.loads(line) for line in out.splitlines()] for _, out, _ in ended]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_what_one_rank_sees_ends_the_step_of_all(tmp_path: Path, layout: str, rank: int) -> None:

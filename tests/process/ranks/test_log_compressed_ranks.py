@@ -80,7 +80,7 @@ def of(cases: Iterable[str]) -> list[Any]:
     return [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in cases]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("case", of(name for name in CASES if name not in LOSSY))
 def test_every_rank_goes_on_as_if_nothing_had_been(said: Said, case: str) -> None:
     for rank, found in enumerate(one[case] for one in said):
@@ -139,7 +139,7 @@ def taken_over(
     return play(other, request.param, RELAID)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("case", RELAID)
 def test_another_number_of_ranks_takes_what_ranks_had_in_common(
     played: Said, taken_over: Said, case: str

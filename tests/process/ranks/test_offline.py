@@ -167,7 +167,7 @@ def whole_of(said: Said, step: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("step", [1, 2, 5, 8])
 def test_restore_gives_the_tensors_of_all_ranks(
     template: tuple[str, Path, Said], run: Path, tmp_path: Path, step: int
@@ -302,7 +302,7 @@ def flip_last_bit(name: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("part", ["exp_avg", "running_var", "rng/torch", "objects/scheduler"])
 def test_one_bit_in_any_ranks_file_that_every_digest_vouches_for(

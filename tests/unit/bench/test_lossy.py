@@ -39,6 +39,7 @@ def of(report: LossyReport, arm: str) -> Approximated:
     return next(one for one in report.arms if one.arm == arm)
 
 
+@pytest.mark.slow
 def test_an_exact_log_changes_nothing(report: LossyReport) -> None:
     dense = of(report, "dense")
     assert dense.losses == report.arms[0].losses

@@ -139,6 +139,7 @@ def test_blank_leaves_nothing(state: BenchState) -> None:
 # --- The limit --------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("column", report.COLUMNS)
 @pytest.mark.parametrize(

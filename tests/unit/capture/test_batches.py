@@ -90,7 +90,7 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(batches, "_RUN_BYTES", 60)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.usefixtures("sizes")
 @pytest.mark.parametrize("how", ["run_batch", "lane", "runs"])
 def test_every_tensor_lands_in_its_place(how: str) -> None:

@@ -271,6 +271,7 @@ class Loop:
 SEEDS = range(200)
 
 
+@pytest.mark.slow
 def test_every_schedule_gives_the_state_at_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     finished = 0
     for seed in SEEDS:

@@ -60,7 +60,7 @@ def audited(run: Path, step: int) -> None:
     (Path(base.path) / AUDIT_RECORD).write_bytes(record.encode())
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("step", [12, 14, 18])
 def test_nothing_behind_an_audit_that_failed_is_called_exact(run: Path, step: int) -> None:
     """By ``restore`` no more than by ``resume()``, and not by whoever goes on from there (I9)."""

@@ -99,6 +99,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[OfflineState], None], str]] = {
 }
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_one_bit_that_every_digest_vouches_for(name: str, run: Path) -> None:
     """Wrong state, consistently written: no digest shows it, replay does."""
@@ -139,7 +140,7 @@ SINCE: dict[str, tuple[Callable[[World], object], str]] = {
 }
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.filterwarnings("ignore:Detected call of")  # torch's own, of a schedule
 @pytest.mark.parametrize("what", SINCE)
 def test_what_happens_between_a_step_and_save_is_no_damage(what: str, run_folder: Path) -> None:

@@ -292,6 +292,7 @@ def staged(shard: Written, tensors: dict[str, torch.Tensor]) -> ArenaBody:
     return ArenaBody(view, shard.shard.layout.size_bytes, 0, incoming, has_objects=True)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -362,6 +363,7 @@ def test_a_damaged_entry_is_named(tmp_path: Path) -> None:
     shard.ring.close()
 
 
+@pytest.mark.slow
 def test_every_byte_of_a_header_is_vouched_for(tmp_path: Path) -> None:
     """The padding behind it, and what no digest of an entry covers, such as LSNs and strides."""
     shard = Written(tmp_path / "s", {"t": torch.zeros(30)})

@@ -193,6 +193,7 @@ def test_a_segment_ends_before_a_hole() -> None:
     assert copying.there() == [(0, 2), (3, 5)]
 
 
+@pytest.mark.slow
 def test_a_cap_makes_segments_longer_and_leaves_objects_for_bases() -> None:
     copying = Copying(cap=16)  # six segments and four other objects
     for step in range(1, 1201):  # two hours
@@ -317,6 +318,7 @@ def fail(error: EverstepError) -> None:
     raise error
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("world", [1, 4])
 def test_all_ranks_of_a_node_together_keep_to_the_cap(counting: _Counting, world: int) -> None:
     """Each writes segments of its own, longer ones the more ranks there are."""

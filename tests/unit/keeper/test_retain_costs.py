@@ -129,7 +129,7 @@ def exchange(segment: Path) -> None:
 CHANGES = [remove_marker, remove, damage, cut, exchange]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_segment_that_was_replaced_is_read_anew(
     run: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
@@ -173,6 +173,7 @@ def test_one_that_was_cut_in_its_place_is_found_in_its_turn(run: Path) -> None:
     assert looks(run, known) == looks(run, None)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("change", [remove_marker, damage, cut], ids=lambda it: it.__name__)
 def test_no_base_goes_on_account_of_a_segment_that_is_gone(
     run_folder: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch

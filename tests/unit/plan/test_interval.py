@@ -301,6 +301,7 @@ def small_costs(draw: st.DrawFn) -> Costs:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(small_costs(), st.booleans(), st.none() | st.integers(1, 6))
 def test_best_choice_is_the_best_of_all(costs: Costs, summed: bool, batch_max: int | None) -> None:
@@ -450,6 +451,7 @@ def test_without_log_is_young() -> None:
 # --- What changes what ------------------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("field", ["mtbf_s", "base_cost_s", "batch_write_s"])
 @settings(max_examples=100)
 @given(costs=any_costs(), summed=st.booleans(), factor=st.floats(1.01, 100))

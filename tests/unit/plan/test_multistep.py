@@ -309,6 +309,7 @@ busy_steps = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(busy_steps, st.sampled_from(HELD))
 def test_no_cut_is_worse_than_equal_parts(given: Pipeline, held: int | None) -> None:
     found = [best_cut(given, parts, held) for parts in range(1, 25)]

@@ -236,6 +236,7 @@ def test_alexnet_as_in_table_1() -> None:
         assert found.gap < 0.02
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["mnasnet", "resnet3d"])
 def test_directly_costs_no_memory_where_the_link_suffices(name: str) -> None:
     problem = traced(name, 32, 63e9)

@@ -117,6 +117,7 @@ def compressed_run(
     return run
 
 
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {}], ids=str)
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 @pytest.mark.parametrize(("form", "block"), [("topk", 64), ("topk", 1 << 18), ("int8", 256)])

@@ -171,6 +171,7 @@ def test_every_byte_of_every_file(template: Template, scratch: Path) -> None:
             assert noticed(run), f"{name}: byte {offset} of {len(data)}"
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(place=places(), junk=st.binary(min_size=1, max_size=9), cut=st.booleans())
 def test_any_other_length(
@@ -189,6 +190,7 @@ def test_any_other_length(
     check(template, run, name)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_few_bytes_written_anywhere(template: Template, scratch: Path, data: Any) -> None:

@@ -43,6 +43,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 MOST = {SGD: {"momentum": 0.9, "nesterov": True}, Adam: {"amsgrad": True}, AdamW: {}}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {}], ids=str)
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 def test_every_row_that_is_replayed_in_blocks(
@@ -103,6 +104,7 @@ def test_steps_in_memory_wait_for_each_other_and_others_do_not(
 RUNS: dict[int, tuple[Path, dict[int, Any]]] = {}
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     batch_steps=st.integers(1, 4),
@@ -267,6 +269,7 @@ class Failing:
         monkeypatch.setattr(ReplayDriver, "finish", failing_end)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("at", [1, 2, 7, STEPS, -STEPS])
 def test_where_an_update_fails_the_step_before_is_restored(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -298,6 +301,7 @@ def test_what_fails_once_and_not_again_costs_nothing(
             assert world.snapshot() == states[STEPS]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("at", [3, 7, -7])
 def test_a_step_that_cannot_be_redone_is_an_error_to_who_asks_for_it(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -358,6 +362,7 @@ def formed(run: Path, world: Formed) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("now", [ROWS, CHANNELS], ids=str)
 @pytest.mark.parametrize("then", [ROWS, CHANNELS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

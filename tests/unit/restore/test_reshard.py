@@ -101,7 +101,7 @@ def check_restored(base: Any, job: Job, ring: ChunkRing) -> None:
                 assert values["scheduler"].base_lrs == [SEED]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("saved", "loaded"), QUICK, ids=str)
 def test_a_job_takes_over_from_another(
     saved: Job, loaded: Job, tmp_path: Path, ring: ChunkRing
@@ -129,6 +129,7 @@ def test_what_is_tied_is_where_a_rank_had_no_part_of_it(
     check_restored(save(tmp_path, *saved, SEED, ring), loaded, ring)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("job", [("fsdp", 3), ("hsdp", 6)], ids=str)
 def test_the_log_of_what_is_tied_is_replayed_without_the_program(
     job: Job, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +162,7 @@ def test_every_job_takes_over_from_every_other(saved: Job, tmp_path: Path, ring:
         check_restored(base, loaded, ring)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("job", [("ddp", 3), ("fsdp_tp", 4), ("hsdp", 4), ("zero", 2)], ids=str)
 def test_every_byte_is_written_once(job: Job, tmp_path: Path, ring: ChunkRing) -> None:
     with as_rank(0, 1) as info:
@@ -312,6 +314,7 @@ def test_another_model_is_refused(tmp_path: Path, ring: ChunkRing) -> None:
             load(base, State(values, ranks=info), ring)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("layout", ["ddp", "zero", "fsdp"])
 def test_each_disk_has_what_its_ranks_need(layout: str, tmp_path: Path, ring: ChunkRing) -> None:
     base = save(tmp_path, layout, 4, SEED, ring, near=lambda r: (0, 1) if r < 2 else (2, 3))
@@ -414,6 +417,7 @@ def test_wrappers_that_cannot_be_saved_are_refused() -> None:
             State({"model": model, "optimizer": zero}, ranks=info)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("job", [("ddp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp_tp", 4), ("zero", 2)])
 def test_where_all_leave_out_the_same_each_rank_says_the_same(job: tuple[str, int]) -> None:
     """In all layouts, also where a part of a tensor is empty."""

@@ -88,7 +88,7 @@ def refused(base: BaseFound, rank: int, groups: Groups, wrap: str, ring: ChunkRi
     return str(error.value)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("wrap", ["plain", "ddp", "fsdp", "frozen"])
 def test_as_many_ranks_in_the_same_groups_take_what_they_had(
     wrap: str, tmp_path: Path, ring: ChunkRing

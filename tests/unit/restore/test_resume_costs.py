@@ -81,6 +81,7 @@ def surveys(monkeypatch: pytest.MonkeyPatch) -> list[State]:
     return found
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("together_", [True, False], ids=["in two passes", "step by step"])
 def test_the_state_is_looked_at_once_however_often_it_is_compared(
     together_: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surveys: list[State]

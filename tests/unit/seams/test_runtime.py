@@ -59,6 +59,7 @@ def live(seams: Seams, run: str, method: str) -> None:
     assert scan_run(seams.filesystem, PurePath(run)).bases
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["sync", "async"])
 def test_nothing_bypasses_the_seam(heard: list[str], method: str) -> None:
     live(Seams(SimFileSystem(), ManualClock()), "/run", "sync")  # imports what is imported late

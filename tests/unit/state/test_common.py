@@ -43,7 +43,7 @@ def written(state: State) -> list[str]:
     return [e.name.removeprefix("model/") for e in entries if e.name.startswith("model/")]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_ddp_is_told_to_ignore_is_a_ranks_own_whatever_is_around_it(

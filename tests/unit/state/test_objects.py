@@ -280,6 +280,7 @@ def test_random_bytes_are_refused_or_a_value(data: bytes) -> None:
     survives(data)
 
 
+@pytest.mark.slow
 @given(values(), st.data())
 def test_damaged_bytes_are_refused_or_a_value(value: Any, draw: st.DataObject) -> None:
     data = encode(value)

@@ -213,7 +213,7 @@ def test_one_change_leaves_the_other_tensors_as_they_were() -> None:
 # --- Everything that can change -----------------------------------------------------------
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(30)
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_change_is_noticed(name: str) -> None:
     values = world()
@@ -289,6 +289,7 @@ def test_a_method_put_into_a_class_is_noticed(where: str) -> None:
     assert "model/0.only" in state.survey().tensors
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     moves=st.lists(

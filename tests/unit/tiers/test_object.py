@@ -83,6 +83,7 @@ def read(tier: Any, name: str) -> bytes:
 # One test for all checks: a server is dear, and tests that share the work would each start one.
 
 
+@pytest.mark.slow
 def test_contract(endpoint: str) -> None:
     results = conformance(Place(lambda: tier_at(endpoint), large_bytes=2 * PART_BYTES + 1))
     assert not [str(result) for result in results if result.problem]

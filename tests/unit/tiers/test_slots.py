@@ -113,6 +113,7 @@ def test_a_recycled_file_is_like_a_fresh_one(sizes: tuple[int, int], run_folder:
     check_newest(run_folder, 3, after)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("reader", ["mmap", "open", "safetensors", "another process"])
 def test_who_looks_at_a_file_never_sees_it_change(reader: str, run_folder: Path) -> None:
     """A base that is deleted while somebody has its file mapped or open is not recycled."""

@@ -360,6 +360,7 @@ def test_a_step_that_is_not_captured_from_its_middle_on_is_not_measured() -> Non
     assert steps.known() is None
 
 
+@pytest.mark.slow
 def test_only_steps_in_which_nothing_is_copied_are_quiet(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from everstep.errors import OptionError
 from everstep.workloads.published import PUBLISHED, published
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(15)
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("batch", [1, 32])
 def test_size_and_a_step(name: str, batch: int) -> None:
