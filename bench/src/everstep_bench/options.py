@@ -93,7 +93,7 @@ def _places(text: str) -> tuple[str, ...]:
 
 
 def _is_url(place: str) -> bool:
-    from everstep.tiers.urls import is_url  # imports torch
+    from everstep.tiers.options import is_url  # imports torch
 
     return is_url(place)
 

@@ -39,7 +39,7 @@ from everstep.state.values.objects import decode
 from everstep.state.values.tree import join, references
 from everstep.tiers import TierOptions, storage_errors
 from everstep.tiers.files import TierFileSystem
-from everstep.tiers.urls import UrlPath, is_url, open_tier
+from everstep.tiers.options import UrlPath, is_url, open_tier
 
 _log = logging.getLogger("everstep")
 _TIMEOUT_S = 120.0

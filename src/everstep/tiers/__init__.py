@@ -8,9 +8,7 @@ Used in training and keeper processes. Read in this order:
 ``disk_tier``      objects as files in a directory
 ``object``         objects in a store (S3 and similar)
 ``retry``          retry operations that a store refuses temporarily
-``watched``        detect calls that hang
-``options``        options that a user sets for a place
-``urls``           open the tier that a URL or path names
+``options``        options that a user sets for a place; open the tier that a URL or path names
 ``files``          a tier as a file system for reading
 ``durable_files``  small durable files on disk; errors of the operating system as our errors; files
                    of deleted bases, kept for reuse

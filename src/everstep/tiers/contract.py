@@ -28,7 +28,7 @@ Read a source completely and check its size.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,6 +155,28 @@ class Tier(Protocol):
     def close(self) -> None:
         """Release connections and memory."""
         ...
+
+
+class ReadThrough:
+    """Open file whose reads go through a function.
+
+    Args:
+        read: reads ``(buffer, offset)`` from the file.
+    """
+
+    def __init__(self, file: ReadFile, read: Callable[[memoryview, int], int]) -> None:
+        self._file = file
+        self._read = read
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        return self._read(buffer, offset)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def check_name(name: str) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from everstep.format.names import TEMPORARY_SUFFIX
 from everstep.seams import DirEntry, FileSystem, ReadFile
-from everstep.tiers.contract import Item, Traits, check_name, pieces_of
+from everstep.tiers.contract import Item, ReadThrough, Traits, check_name, pieces_of
 from everstep.tiers.durable_files import (
     create_exclusive,
     ensure_dirs,
@@ -84,7 +84,8 @@ class DiskTier:
         # storage_errors() turns FileNotFoundError into StorageError; _missing() reverts this,
         # because a missing object is no failure of the tier.
         with _missing(path), storage_errors(f"open {name}", path):
-            return _DiskReadFile(self._filesystem.open(path, direct=True), path)
+            file = self._filesystem.open(path, direct=True)
+        return ReadThrough(file, storage_errors("read", path)(file.read_into))
 
     def scan(self, prefix: str = "") -> list[Item]:
         if prefix:
@@ -231,25 +232,6 @@ class DiskTier:
                 return []
             raise
         return [entry for entry in found if not entry.name.endswith(TEMPORARY_SUFFIX)]
-
-
-class _DiskReadFile:
-    """A file that raises the errors of the contract."""
-
-    def __init__(self, file: ReadFile, path: PurePath) -> None:
-        self._file = file
-        self._path = path
-
-    @property
-    def size_bytes(self) -> int:
-        return self._file.size_bytes
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        with storage_errors("read", self._path):
-            return self._file.read_into(buffer, offset)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _unique() -> str:

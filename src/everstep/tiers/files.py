@@ -16,7 +16,7 @@ from everstep.errors import (
     PermissionDeniedError,
 )
 from everstep.seams import DirEntry, ReadFile, WriteFile
-from everstep.tiers.contract import Item, Tier
+from everstep.tiers.contract import Item, ReadThrough, Tier
 
 
 class ReadingFileSystem:
@@ -69,7 +69,8 @@ class TierFileSystem(ReadingFileSystem):
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
         with _system_errors(path):
-            return _File(self._tier.open(self._name(path)), path)
+            file = self._tier.open(self._name(path))
+        return ReadThrough(file, _system_errors(path)(file.read_into))
 
     def scan(self, path: PurePath) -> list[DirEntry]:
         """List a directory. A missing one is empty: object stores have no empty folders."""
@@ -80,23 +81,6 @@ class TierFileSystem(ReadingFileSystem):
     def _name(self, path: PurePath) -> str:
         name = path.relative_to(self._root).as_posix()
         return "" if name == "." else name
-
-
-class _File:
-    def __init__(self, file: ReadFile, path: PurePath) -> None:
-        self._file = file
-        self._path = path
-
-    @property
-    def size_bytes(self) -> int:
-        return self._file.size_bytes
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        with _system_errors(self._path):
-            return self._file.read_into(buffer, offset)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _entry(item: Item) -> DirEntry:

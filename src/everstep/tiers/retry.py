@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, TypeVar
 
 from everstep.errors import (
@@ -21,7 +22,7 @@ from everstep.errors import (
     UnreachableError,
 )
 from everstep.seams import Clock, ReadFile, SystemClock
-from everstep.tiers.contract import Item, Tier, Traits
+from everstep.tiers.contract import Item, ReadThrough, Tier, Traits
 
 _T = TypeVar("_T")
 _DENIALS = 3
@@ -98,7 +99,7 @@ class RetryingTier:
 
     def open(self, name: str) -> ReadFile:
         file = self._try(f"open {name}", name, lambda: self._inner.open(name))
-        return _RetryingFile(self, name, file)
+        return ReadThrough(file, partial(self._read, name, file))
 
     def scan(self, prefix: str = "") -> list[Item]:
         return self._try("list", prefix, lambda: self._inner.scan(prefix))
@@ -123,7 +124,7 @@ class RetryingTier:
         self._closed.set()
         self._inner.close()
 
-    def read(self, name: str, file: ReadFile, buffer: memoryview, offset: int) -> int:
+    def _read(self, name: str, file: ReadFile, buffer: memoryview, offset: int) -> int:
         """Read from an open file; retry if fewer bytes than expected arrive."""
         want = max(0, min(buffer.nbytes, file.size_bytes - offset))
 
@@ -174,23 +175,6 @@ class RetryingTier:
                 if self._pause(pause_s):
                     self._give_up("before it was closed", what, name, error)
             attempt += 1
-
-
-class _RetryingFile:
-    def __init__(self, tier: RetryingTier, name: str, file: ReadFile) -> None:
-        self._tier = tier
-        self._name = name
-        self._file = file
-
-    @property
-    def size_bytes(self) -> int:
-        return self._file.size_bytes
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        return self._tier.read(self._name, self._file, buffer, offset)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _gave_up(error: UnreachableError, attempts: int) -> UnreachableError:

@@ -14,7 +14,7 @@ from everstep.config.options import KeeperOptions
 from everstep.link import registry
 from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo
-from everstep.restore.reshard.logs import LogsInMemory
+from everstep.restore.reshard.replay import LogsInMemory
 from everstep.seams import Seams
 from everstep.seams.sockets import close_descriptors
 from everstep.testing import inspect

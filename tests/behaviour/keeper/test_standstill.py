@@ -21,6 +21,7 @@ from everstep.capture.lane import CpuTransfer
 from everstep.errors import DeadlineError
 from everstep.format.reader import read_result
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, _wait
+from everstep.keeper.ship.couriers import WatchedTier
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.seams import ManualClock, SystemClock
@@ -29,7 +30,6 @@ from everstep.seams.clock import RunningTime, WaitBudget
 from everstep.seams.processes.threads import Condition, Outcome, wait_all, wait_done
 from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
-from everstep.tiers.watched import WatchedTier
 from everstep.trainer.attach.requests import ReplicaProgress
 from tests.support.events import Capture
 from tests.support.following import until

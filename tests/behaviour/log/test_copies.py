@@ -24,7 +24,7 @@ from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.process.duties import Duties
 from everstep.keeper.ship.courier import CopyPlace, Courier
 from everstep.keeper.ship.log_copies import LogCopies
-from everstep.restore.fetch import files_ahead, rank_copies
+from everstep.restore.fetch import rank_copies, sources
 from everstep.restore.fetch.peers import FetchResult, fetch_plan
 from everstep.restore.start import rank_restore
 from everstep.restore.start import resume as resume_module
@@ -567,7 +567,7 @@ def test_a_log_comes_from_the_store_while_others_fetch(
         shutil.rmtree(run)
     reads = _Reads(monkeypatch)
     if not room:
-        monkeypatch.setattr(files_ahead, "_LOG_BYTES_MAX", 10)
+        monkeypatch.setattr(sources, "_LOG_BYTES_MAX", 10)
 
     def fetch(meeting: Any, clock: Any, say: Any, *about: Any, **more: Any) -> FetchResult:
         told_of_choice(say, *about, **more)
@@ -597,7 +597,7 @@ def test_what_has_come_damaged_is_read_in_the_store(
     runs = [tmp_path / "a", tmp_path / "b"]
     until(runs, store, 6, **ON_DISK)
     shutil.rmtree(runs[1])
-    own, unusable = files_ahead.FilesAhead.open, set()
+    own, unusable = sources.FilesAhead.open, set()
 
     def spoiling(self: Any, path: PurePath, *, direct: bool = False) -> Any:
         file = own(self, path, direct=direct)
@@ -609,7 +609,7 @@ def test_what_has_come_damaged_is_read_in_the_store(
         data[8 + int.from_bytes(data[:8], "little")] ^= 1
         return MemoryFile([memoryview(data)])
 
-    monkeypatch.setattr(files_ahead.FilesAhead, "open", spoiling)
+    monkeypatch.setattr(sources.FilesAhead, "open", spoiling)
     monkeypatch.setattr(
         start_module,
         "fetch_from_peers",

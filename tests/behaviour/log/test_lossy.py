@@ -25,7 +25,7 @@ from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError, OptionError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.keeper.replica import lossy_update
-from everstep.keeper.ship.lossy_log import lossy_record
+from everstep.keeper.ship.log_copies import lossy_record
 from everstep.replay.updates import Packed, dense
 from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.entries import GRADIENT, UPDATE_OBJECT
@@ -317,7 +317,7 @@ def ulp(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
 _OTHER = """
 import sys
 from everstep.format.log import LogRecord, RecordHead, record_digest
-from everstep.keeper.ship.lossy_log import lossy_record
+from everstep.keeper.ship.log_copies import lossy_record
 from everstep.state.layout.shards import ShardLayout
 
 empty = memoryview(bytearray(0))

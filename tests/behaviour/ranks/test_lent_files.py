@@ -19,11 +19,12 @@ from everstep.format.records import Manifest, Marker
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_plan import offers_on_disks, prove_timelines, with_proven_bases
-from everstep.restore.fetch.peers import CopyOffer, fetch_plan
-from everstep.restore.fetch.served_files import (
+from everstep.restore.fetch.peers import (
+    CopyOffer,
     ServedFiles,
     _SharedEntries,
     coverage_on_disk,
+    fetch_plan,
 )
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile

@@ -13,7 +13,7 @@ from torch import nn
 from everstep.compress.lossy import lossy_copies
 from everstep.format.log import LogRecord, RecordHead, plan_segment, record_digest
 from everstep.keeper.log import segment_queue
-from everstep.keeper.ship.lossy_log import lossy_record
+from everstep.keeper.ship.log_copies import lossy_record
 from everstep.replay.engine import ReplayOptions
 from everstep.replay.updates import Packed, dense
 from everstep.restore.redo.live import make_replayer

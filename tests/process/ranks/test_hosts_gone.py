@@ -21,7 +21,7 @@ from everstep.run.scan import scan_run
 from everstep.run.segments import scan_log
 from everstep.seams import PosixFileSystem
 from everstep.tiers.files import TierFileSystem
-from everstep.tiers.urls import open_tier
+from everstep.tiers.options import open_tier
 from tests.support.keepers import end_keepers
 from tests.support.ranks.tier_processes import wait_for
 from tests.support.trainers import Trainer, finish_trainer, start_trainer

@@ -17,7 +17,7 @@ from everstep.link.registry import kill_keeper, list_keepers
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.tiers.files import TierFileSystem
-from everstep.tiers.urls import open_tier
+from everstep.tiers.options import open_tier
 from tests.support.keepers import end_keepers
 from tests.support.objectstore import KEY, SECRET, server, weed
 from tests.support.ranks.processes import TRAINING, check, undisturbed

@@ -8,8 +8,7 @@ from typing import Any
 from everstep import LogOptions
 from everstep.format.header import ShardIdentity
 from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate
-from everstep.keeper.ship.log_copies import LogCopies
-from everstep.keeper.ship.lossy_log import shrinking
+from everstep.keeper.ship.log_copies import LogCopies, shrinking
 from everstep.seams import SystemClock
 from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier

@@ -23,8 +23,7 @@ from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
 from everstep.keeper.held.peer_stores import PeerBaseStore, PeerLogStore
 from everstep.keeper.ship.peer_copies import PeerExchange
-from everstep.keeper.ship.senders import Pace
-from everstep.keeper.ship.transfer import PeerLink
+from everstep.keeper.ship.senders import Pace, PeerLink
 from everstep.link.messages import JobSession
 from everstep.restore.fetch.held import HeldBase, PeerCopy, files_over
 from everstep.seams import ManualClock

@@ -813,7 +813,7 @@ def test_what_an_object_store_says_is_shown_and_what_to_do_about_it(
     monkeypatch.setattr(MemoryTier, "url", "s3://bucket/run")
     monkeypatch.setattr(tier, "scan", fail)
     monkeypatch.setattr(tier, "open", fail)
-    monkeypatch.setattr("everstep.tiers.urls.open_tier", lambda *_: tier)
+    monkeypatch.setattr("everstep.tiers.options.open_tier", lambda *_: tier)
     for verb in ("ls", "verify"):
         result = invoke(verb, "s3://bucket/run")
         assert result.exit_code == ExitCode.ENVIRONMENT

@@ -21,7 +21,7 @@ from everstep.commit.peer_copies import HeldLogCopies, LogCopy, merge_runs, run_
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
 from everstep.keeper.held.peer_stores import PeerLogStore
-from everstep.keeper.ship import senders, transfer
+from everstep.keeper.ship import senders
 from everstep.restore.fetch.held import pack_steps, unpack_steps
 from tests.support.ranks.peer_logs import (
     LOG_BYTES,
@@ -181,7 +181,7 @@ def test_steps_stay_until_a_base_is_whole_with_all_peers() -> None:
 def test_steps_that_are_lost_on_the_way_are_sent_again(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 500)
     rng = random.Random(seed)
     ring = LogRing("ab", timeout_s=300.0)
     ring.lost = lambda sender, to, message: rng.random() < 0.3
@@ -308,7 +308,7 @@ def test_a_peer_that_says_nothing_is_named() -> None:
 
 
 def test_the_pace_is_kept_for_the_log_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 1000)
     ring = LogRing("ab", log_rate=1000.0, size=3000)
     ring.train(1)
 
@@ -326,7 +326,7 @@ def test_the_pace_is_kept_for_the_log_too(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_slow_peer_is_not_buried_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part takes longer than an answer is waited for: nothing is sent twice because of it, and
     how far the peer is, is said."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 30_000)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 30_000)
 
     class Slow(LogRing, SlowRing):
         """Three seconds for a part."""

@@ -22,7 +22,7 @@ from everstep.commit.peer_copies import NEEDED_MAX
 from everstep.errors import DamageError
 from everstep.format.message_codec import Stored
 from everstep.keeper.held.peer_stores import PeerBaseStore, copy_memory_bytes
-from everstep.keeper.ship import transfer
+from everstep.keeper.ship import senders
 from everstep.keeper.ship.peer_copies import PeerCopies
 from everstep.keeper.ship.senders import Pace
 from everstep.link.messages import KeeperStats
@@ -53,7 +53,7 @@ def test_each_base_ends_in_the_memory_of_the_next_node() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_is_lost_is_sent_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 1000)
     rng = random.Random(seed)
     ring = Ring("ab", bytes_per_s=1e6, timeout_s=300.0)
     ring.lost = lambda sender, to, message: rng.random() < 0.3
@@ -236,7 +236,7 @@ def test_a_slow_peer_is_not_buried(part_s: float, monkeypatch: pytest.MonkeyPatc
     """It takes bytes, but longer for a part than an answer is waited for. What is on its way to it
     keeps to what may be unanswered, every byte gets there, and a base that has no time is counted
     and said; the other direction is as fast as ever."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 50_000)
     ring = SlowRing("ab", to=1, bytes_per_s=50_000 / part_s)
     bases = [BaseId(1, step) for step in (10, 20, 30)]
     for base in bases:
@@ -255,7 +255,7 @@ def test_a_slow_peer_is_not_buried(part_s: float, monkeypatch: pytest.MonkeyPatc
 def test_a_peer_that_stands_still_for_a_while_is_not_buried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 50_000)
     ring = SlowRing("ab", to=1, bytes_per_s=25_000.0, timeout_s=120.0)
     ring.take(A, size_bytes=1_000_000)
     ring.run(10.0)

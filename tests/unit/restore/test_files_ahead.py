@@ -13,10 +13,10 @@ import torch
 
 from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.format.reader import read_record_bytes
-from everstep.restore.fetch import files_ahead
-from everstep.restore.fetch.files_ahead import FilesAhead
+from everstep.restore.fetch import sources as sources_module
 from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.peers import FetchResult, fetch_plan
+from everstep.restore.fetch.sources import FilesAhead
 from everstep.seams import PosixFileSystem
 from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
@@ -63,7 +63,7 @@ class _Watched:
 @pytest.fixture
 def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, bytes]:
     """A file of several parts."""
-    monkeypatch.setattr(files_ahead, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(sources_module, "_CHUNK_BYTES", 1000)
     data = bytes(number * number % 251 for number in range(4321))
     (tmp_path / "file").write_bytes(data)
     return tmp_path / "file", data

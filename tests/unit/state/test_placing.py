@@ -19,8 +19,8 @@ from everstep.format.header import (
     encode_header,
     header_size_bytes,
 )
-from everstep.restore.load.pieces import PieceReads, fills
 from everstep.restore.load.saved_ranks import Piece
+from everstep.restore.load.targets import PieceReads, fills
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.placement import Box, Cut, Placement, box_on_mesh, replicas_on_mesh
 from everstep.state.layout.shards import plan_shards

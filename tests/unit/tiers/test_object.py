@@ -34,8 +34,8 @@ from everstep.tiers import object as object_module
 from everstep.tiers.contract import read_whole
 from everstep.tiers.memory import MemoryFile
 from everstep.tiers.object import ObjectTier, translate_error
+from everstep.tiers.options import open_tier
 from everstep.tiers.retry import RetryingTier, RetryPolicy
-from everstep.tiers.urls import open_tier
 from tests.support.copying import train
 from tests.support.objectstore import KEY, SECRET, FaultProxy, options, server, weed
 

@@ -22,9 +22,8 @@ from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryFile, MemoryTier
-from everstep.tiers.options import TierOptions
+from everstep.tiers.options import TierOptions, UrlPath, is_url
 from everstep.tiers.retry import RetryingTier, RetryPolicy
-from everstep.tiers.urls import UrlPath, is_url
 from tests.crash.sim.faults import Fault
 from tests.crash.sim.filesystem import SimFileSystem
 from tests.support.world import HookedFileSystem

@@ -11,12 +11,11 @@ import torch
 from everstep import Checkpointer
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
-from everstep.keeper.ship.couriers import Couriers
+from everstep.keeper.ship.couriers import Couriers, WatchedTier
 from everstep.seams import ManualClock, Seams
 from everstep.testing.conformance import CHECKS, Check, Place
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import TierOptions
-from everstep.tiers.watched import WatchedTier
 from tests.support.following import until
 from tests.support.ranks.peer_logs import Log
 from tests.support.world import Gate, HookedFileSystem

@@ -12,7 +12,7 @@ from everstep.checkpointer import Checkpointer
 from everstep.config.options import KeeperOptions, LogOptions
 from everstep.seams import Seams
 from everstep.testing.emulated_link import EmulatedLink
-from everstep.tiers.urls import is_url, open_tier
+from everstep.tiers.options import is_url, open_tier
 from everstep_bench.harness.children import TIMEOUT_S
 from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.placement import Placement

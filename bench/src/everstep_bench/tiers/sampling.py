@@ -11,7 +11,7 @@ from pathlib import Path
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES
 from everstep.seams import Seams
-from everstep.tiers.urls import is_url, open_tier
+from everstep.tiers.options import is_url, open_tier
 from everstep_bench.harness.gauges import cpu_s
 
 MEMORY = "memory"

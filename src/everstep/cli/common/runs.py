@@ -92,7 +92,7 @@ def filesystem_of(run: str) -> FileSystem:
     """
     from everstep.seams import PosixFileSystem
     from everstep.tiers.files import TierFileSystem
-    from everstep.tiers.urls import UrlPath, is_url, open_tier
+    from everstep.tiers.options import UrlPath, is_url, open_tier
 
     if not is_url(run):
         return PosixFileSystem()
@@ -102,7 +102,7 @@ def filesystem_of(run: str) -> FileSystem:
 
 def _open_copy(filesystem: FileSystem, run: str) -> Inventory:
     from everstep.run.scan import scan_run
-    from everstep.tiers.urls import UrlPath
+    from everstep.tiers.options import UrlPath
 
     path = UrlPath(run.rstrip("/"))
     with reading(path):

@@ -1,4 +1,4 @@
-"""Approximate copies of the gradients in a log record; see :mod:`everstep.keeper.ship.lossy_log`.
+"""Approximate copies of the gradients in a log record; see :mod:`everstep.keeper.ship.log_copies`.
 
 Imports torch; imported when the first update is copied.
 """
@@ -32,7 +32,7 @@ def lossy_update(record: LogRecord, ratio: float, int8_below: int) -> LogRecord 
     gradients of several dtypes, their order may differ, as a dense record sorts them by dtype.
 
     Raises:
-        OptionError, FormatError, DamageError: see :func:`.lossy_log.lossy_record`.
+        OptionError, FormatError, DamageError: see :func:`.log_copies.lossy_record`.
     """
     kept_count(1, ratio)
     name, description = _description(record)

@@ -2,17 +2,16 @@
 
 Runs in the keeper process, after the commit; training never waits for it. Read in this order:
 
-``couriers``     all copies of one keeper to the places in ``tiers=``
+``couriers``     all copies of one keeper to the places in ``tiers=``; detect calls that hang
 ``courier``      copy to one place: thread, turns, failures; the place itself: its fence, its
                  records, its inventory
 ``base_copies``  copy committed bases; delete old copies
 ``rank_copies``  the same with several ranks: rank 0 chooses the base and commits
-``log_copies``   copy log segments
+``log_copies``   copy log segments; approximate records for ``log="adaptive"``
 ``peer_copies``  copies in the memory of another node: start and stop, find bases to send; exchange
                  bases and logs with other ranks' keepers, in one thread
-``senders``      send steps of the log to the peer; send bases to the peer, at a pace
-``transfer``     send bytes with a window of unacknowledged ones; what both senders share
-``lossy_log``    approximate copies of log records for ``log="adaptive"``
+``senders``      send bytes to the peer with a window of unacknowledged ones: steps of the log,
+                 and bases at a pace
 """
 
 from everstep.keeper.ship.peer_copies import PeerCopies

@@ -45,6 +45,7 @@ from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams import Clock, FileSystem, ReadFile, failpoint
 from everstep.tiers import read_record
+from everstep.tiers.contract import ReadThrough
 
 _CHUNKS = 3
 _READERS = 1
@@ -382,7 +383,13 @@ class BaseCopier:
         if self._courier.closed:
             raise StorageError(f"copying was stopped before {name}")
         self._place.rate.wrote(1)
-        self._place.tier.put(name, _ReportingFile(source, self._group))
+
+        def read(buffer: memoryview, offset: int) -> int:
+            # The transfer may take long: each read counts as progress.
+            self._group.report_progress()
+            return source.read_into(buffer, offset)
+
+        self._place.tier.put(name, ReadThrough(source, read))
 
     def _open(self, path: PurePath, record: FileRecord) -> CheckedFile:
         file = self.filesystem.open(path, direct=True)
@@ -617,22 +624,3 @@ class BaseCopies:
                     path=address,
                     hint="use a separate place for each run",
                 )
-
-
-class _ReportingFile:
-    """A file being copied; each read counts as progress."""
-
-    def __init__(self, file: ReadFile, group: CopyGroup) -> None:
-        self._file = file
-        self._group = group
-
-    @property
-    def size_bytes(self) -> int:
-        return self._file.size_bytes
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        self._group.report_progress()
-        return self._file.read_into(buffer, offset)
-
-    def close(self) -> None:
-        self._file.close()

@@ -1,10 +1,15 @@
 """All copies that one keeper makes to places in ``tiers=``: a courier for bases and one for the log
 each.
+
+Calls of a tier that hang are detected here. A directory on a network file system responds when its
+server does, perhaps never, and a thread in such a call cannot be interrupted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -18,15 +23,93 @@ from everstep.keeper.log import LogStore
 from everstep.keeper.persist import JobLink
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
 from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate, pace_s
-from everstep.keeper.ship.log_copies import LogCopies
-from everstep.keeper.ship.lossy_log import shrinking
+from everstep.keeper.ship.log_copies import LogCopies, shrinking
 from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
 from everstep.link.messages import KeeperStats
-from everstep.seams import Seams
+from everstep.seams import Clock, ReadFile, Seams
 from everstep.seams.filesystem import observed
 from everstep.tiers import TierOptions
-from everstep.tiers.urls import open_tier
-from everstep.tiers.watched import WatchedTier
+from everstep.tiers.contract import ReadThrough, Tier
+from everstep.tiers.options import open_tier
+
+_WORDS = {
+    "create": "writing",
+    "open": "opening",
+    "scan": "listing",
+    "walk": "listing",
+    "delete": "deleting",
+    "sweep": "cleaning up",
+    "check": "reading",
+}
+
+
+class WatchedTier:
+    """Passes all calls on and tracks those in progress.
+
+    Args:
+        tier: the tier that is watched.
+    """
+
+    def __init__(self, tier: Tier, clock: Clock) -> None:
+        self._tier = tier
+        self._clock = clock
+        self._lock = threading.Lock()
+        # By call: its description, and the time of its last progress.
+        self._calls: dict[object, tuple[str, float]] = {}
+
+    def stuck(self, after_s: float) -> tuple[str, float] | None:
+        """Return the call with the oldest progress, in words, and its age in seconds.
+
+        None if every call has progressed within ``after_s``. A write progresses with each chunk
+        that is read for it. Reads from an open object are not tracked.
+        """
+        now_s = self._clock.running_s()
+        with self._lock:
+            calls = list(self._calls.values())
+        # Without a call in progress the age is 0, which `>= after_s > 0` excludes.
+        call, progress_s = min(calls, key=lambda call: call[1], default=("", now_s))
+        return (call, now_s - progress_s) if now_s - progress_s >= after_s > 0 else None
+
+    def put(self, name: str, source: ReadFile) -> None:
+        with self._tracked(f"writing {name}") as progress:
+
+            def read(buffer: memoryview, offset: int) -> int:
+                progress()
+                count = source.read_into(buffer, offset)
+                progress()
+                return count
+
+            self._tier.put(name, ReadThrough(source, read))
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._tier, name)
+        if name not in _WORDS:
+            return operation
+
+        def tracked(*args: Any) -> Any:
+            place = args[0] if args else ""
+            with self._tracked(f"{_WORDS[name]} {place or 'it'}"):
+                return operation(*args)
+
+        return tracked
+
+    @contextlib.contextmanager
+    def _tracked(self, description: str) -> Iterator[Callable[[], None]]:
+        # The description is no key: several threads may run the same operation on the same name.
+        call = object()
+
+        def progress() -> None:
+            # running_s() stands still while this process is stopped: that is no hang.
+            with self._lock:
+                self._calls[call] = description, self._clock.running_s()
+
+        progress()
+        try:
+            yield progress
+        finally:
+            with self._lock:
+                del self._calls[call]
+
 
 _HANG_S = 600.0
 """Seconds without progress after which a call counts as hung.

@@ -3,7 +3,9 @@
 The copies are segments as on disk (:mod:`everstep.format.log`): a file, then its marker. They are
 made from the records in the keeper's memory, whether or not the log also goes to disk. Approximate
 copies (TierCheck, section 3.2) take a hundredth of the bytes; they have names of their own and are
-marked as not exact.
+marked as not exact. They equal, bit for bit, what training would have recorded with
+``log="adaptive"``: the elements that are kept, and their rounding, depend only on the gradient and
+the ratio.
 
 Steps whose memory is released before they are copied leave a gap. Steps after it are useful only
 together with the next base that is copied, which recovery finds out by itself.
@@ -15,6 +17,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from everstep.commit import BaseId
 from everstep.commit.job import COORDINATOR
@@ -37,7 +40,7 @@ from everstep.keeper.ship.courier import ROOT, SEGMENT_OBJECTS, Courier, tier_er
 from everstep.restore.fetch.held import copy_steps
 from everstep.run.scan import bases_keeping_log
 from everstep.seams import failpoint
-from everstep.tiers import MemoryFile
+from everstep.tiers import MemoryFile, PeerOptions, TierOptions
 
 _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20
@@ -364,3 +367,42 @@ class LogCopies:
             smaller = "lower TierOptions.log_ratio"
         limit = ", raise objects_per_hour" if self._pace_s else ""
         return f'{smaller}{limit}; or use log="none"'
+
+
+def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:
+    """Return the function that makes records approximate for a place; None: records are copied
+    exactly.
+    """
+    if options.log != "adaptive":
+        return None
+    return partial(lossy_record, ratio=options.log_ratio, int8_below=options.log_int8_below)
+
+
+def lossy_record(record: LogRecord, ratio: float, int8_below: int = 100_000) -> LogRecord:
+    """Return a copy with approximate gradients, in memory of its own.
+
+    Everything else is copied bit for bit: the head, hyperparameters, and gradients that have no
+    approximate form (:mod:`everstep.compress.lossy`). The same holds for step marks, declared
+    updates, and updates of which training consumed a compressed gradient: these are small and
+    exact.
+
+    Args:
+        record: record of an update, or one rank's share of an update; its digest was verified.
+        ratio: fraction of the elements of a large gradient that is kept, in (0, 1].
+        int8_below: gradients with fewer elements than this are small.
+
+    Raises:
+        OptionError: the ratio is out of range.
+        FormatError: it is not the record of an update.
+        DamageError: an entry lies outside the record.
+    """
+    if record.head.kind == "update" and not record.head.declared:
+        # Importing torch takes seconds; only this thread waits for it.
+        from everstep.keeper.replica.lossy_update import lossy_update
+
+        found = lossy_update(record, ratio, int8_below)
+        if found is not None:
+            return found
+    # A copy: records that were read together share one block, and each would keep all of it alive.
+    data = memoryview(bytearray(record.data))
+    return LogRecord(record.head, record.layout, dict(record.objects), data, record.digest)

@@ -40,8 +40,7 @@ from everstep.format.names import TIMELINE_RECORD
 from everstep.format.reader import read_record_bytes
 from everstep.keeper.held import NewestCapture, PeerBaseStore, PeerLogStore
 from everstep.keeper.log import base_from_wire, base_to_wire, log_to_wire
-from everstep.keeper.ship.senders import BaseSender, LogSender, Pace, Source
-from everstep.keeper.ship.transfer import REPEAT_S, PeerLink
+from everstep.keeper.ship.senders import REPEAT_S, BaseSender, LogSender, Pace, PeerLink, Source
 from everstep.link.messages import JobSession, KeeperStats
 from everstep.restore.fetch import HeldBase
 from everstep.restore.fetch.held import files_over
@@ -128,9 +127,8 @@ class PeerCopies:
     def _start_exchange(
         self, timeline: ServedTimeline, settings: Mapping[str, Any], link: JobLink
     ) -> None:
-        from everstep.keeper.ship.lossy_log import shrinking
-        from everstep.keeper.ship.senders import LogSender, Pace
-        from everstep.keeper.ship.transfer import PeerLink
+        from everstep.keeper.ship.log_copies import shrinking
+        from everstep.keeper.ship.senders import LogSender, Pace, PeerLink
 
         holds = bool(settings.get("holds"))
         to_peer = PeerLink(

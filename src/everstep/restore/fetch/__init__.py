@@ -11,10 +11,10 @@ Read in this order:
                    timelines on that disk
 ``start_channel``  messages between the ranks during a start, and detection of silent ranks
 ``peer_plan``      decides which copies and steps each rank fetches
-``peers``          carries out the plan: exchange of chunks between ranks
-``served_files``   files on a rank's own disk, served to ranks with another one
-``sources``        places of each rank's files, cheapest first, with fallback on damage
-``files_ahead``    read-ahead from a remote place into host memory
+``peers``          carries out the plan: exchange of chunks between ranks; files on a rank's own
+                   disk are served to ranks with another one
+``sources``        places of each rank's files, cheapest first, with fallback on damage; read-ahead
+                   from a remote place into host memory
 ``node_reads``     files that several ranks of a node need, read once on that node; the shared
                    memory for that
 """

@@ -24,9 +24,12 @@ from everstep.format import Manifest, Marker, TimelineRecord, digest
 from everstep.format.message_codec import Count, Rank
 from everstep.format.records import manifest_of
 from everstep.restore.fetch.held import PeerLog, size_of
-from everstep.restore.fetch.served_files import Coverage
 
 _LOG_WIRE = PurePath("log of a peer")
+
+Coverage = Mapping[BaseId, Mapping[int, int]]
+"""By base and rank: bytes on this disk that the rank needs too; only for ranks whose shard of every
+tensor on this disk is there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,16 @@ others. From that every rank computes the same choice that these copies would al
 (:func:`everstep.commit.job.offers.choose`), and fetches its missing files from the training process
 beside the keeper that holds them. Fetched files are verified, and then offered in the agreement
 like anything else that a rank can read. Damaged ones are reported, and all ranks plan again without
-them.
+them. Files of bases on a rank's own disk are served to ranks that have another disk.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -24,8 +25,8 @@ from everstep.commit.job import Choice, ChunkReply, ChunkRequest, Needs, Offer
 from everstep.commit.job.messages import FetchProgress
 from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.commit.job.offers import Piece
-from everstep.errors import DamageError, FormatError
-from everstep.format import Marker, TimelineRecord
+from everstep.errors import DamageError, EverstepError, FormatError
+from everstep.format import Marker, TimelineRecord, base_dir
 from everstep.format.message_codec import Count, Decoder, Stored, encode
 from everstep.restore.fetch.held import (
     FetchedLog,
@@ -34,10 +35,12 @@ from everstep.restore.fetch.held import (
     PeerCopy,
     PeerLog,
     check_files,
+    size_of,
     unpack_steps,
 )
 from everstep.restore.fetch.peer_plan import (
     CopyOffer,
+    Coverage,
     FetchPlan,
     LogOffer,
     fetch_plan,
@@ -45,15 +48,127 @@ from everstep.restore.fetch.peer_plan import (
     prove_timelines,
     with_proven_bases,
 )
-from everstep.restore.fetch.served_files import Coverage, OpenFile, ServedFiles
 from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes, StartChannel
-from everstep.run import Inventory
-from everstep.seams import Clock
+from everstep.run import BaseFound, Inventory, OpenBase
+from everstep.seams import Clock, FileSystem, ReadFile
+from everstep.state.layout import OBJECT_PREFIX, Placed, Placement
+from everstep.state.layout.placement import replicas_on_mesh
 
 _log = logging.getLogger("everstep")
 _WIRE = PurePath("copy")
 _TICK_S = 0.05
 _ALIVE_EVERY_S = 1.0
+
+OpenFile = Callable[[BaseId, str], ReadFile]
+"""Function that opens a file of a base, by base and file name."""
+
+
+def run_file_opener(filesystem: FileSystem, run: PurePath) -> OpenFile:
+    """Return a function that opens files of bases in a run folder."""
+    return partial(_open, filesystem, run)
+
+
+def _open(filesystem: FileSystem, run: PurePath, base: BaseId, name: str) -> ReadFile:
+    # Chunks begin at arbitrary offsets, which direct I/O does not support.
+    return filesystem.open(base_dir(run, base.timeline, base.step) / name, direct=False)
+
+
+class ServedFiles:
+    """One rank's files of a base, addressed as one sequence of bytes. Files are opened at the first
+    request, and the receiver verifies them."""
+
+    def __init__(self, opens: OpenFile, base: BaseId, marker: Marker) -> None:
+        self._opens = opens
+        self._base = base
+        self._marker = marker
+        self._files: dict[str, ReadFile] = {}
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """Return these bytes, as far as the files reach; b"" if they cannot be read."""
+        data = bytearray(max(0, min(size_bytes, size_of(self._marker) - offset)))
+        try:
+            self._read_into(memoryview(data), offset)
+        except (OSError, EverstepError) as error:
+            # An empty reply lets the other rank plan without this source. An exception would end
+            # the start on all ranks.
+            _log.warning("%s of rank %d: %s", self._base, self._marker.rank, error)
+            return b""
+        return bytes(data)
+
+    def _read_into(self, data: memoryview, offset: int) -> None:
+        begin = 0
+        for record in self._marker.files:
+            first = max(offset, begin)
+            last = min(offset + data.nbytes, begin + record.length)
+            if first < last:
+                file = self._files.get(record.name)
+                if file is None:
+                    file = self._files[record.name] = self._opens(self._base, record.name)
+                chunk = data[first - offset : last - offset]
+                if file.read_into(chunk, first - begin) != chunk.nbytes:
+                    raise OSError(f"{record.name} is shorter than its record")
+            begin += record.length
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        files = self._files
+        self._files = {}
+        for file in files.values():
+            file.close()
+
+
+def coverage_on_disk(filesystem: FileSystem, bases: Iterable[BaseFound]) -> Coverage:
+    """Return the coverage of committed bases on a disk, from their headers: see
+    :data:`Coverage`."""
+    found: dict[BaseId, Mapping[int, int]] = {}
+    for base in bases:
+        shared = _SharedEntries()
+        for marker in () if base.manifest is None else base.manifest.markers:
+            if base.has_files_of(marker):
+                # Damage is reported when the base is loaded.
+                with suppress(OSError, ValueError, EverstepError):
+                    shared.add(OpenBase.open(filesystem, base, marker.rank))
+        found[base.id] = shared.sizes
+    return {base: sizes for base, sizes in found.items() if sizes}
+
+
+class _SharedEntries:
+    """Entries of a base, by the ranks that share them."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, dict[str, int]] = {}
+        self._wanted: dict[int, set[str]] = {}
+
+    def add(self, opened: OpenBase) -> None:
+        """Count all entries that one rank wrote."""
+        try:
+            for _, _, header, _ in opened.shards:
+                for place in header.placed:
+                    self._count(place, opened.marker.rank, opened.marker.world)
+        finally:
+            opened.close()
+
+    def _count(self, place: Placed, writer: int, world: int) -> None:
+        placement = Placement.parse(place.entry.placement)
+        name = place.entry.name
+        if name.startswith(OBJECT_PREFIX):
+            return  # each rank writes its own
+        ranks = tuple(range(world)) if placement.ranks is None else placement.ranks
+        for rank in ranks:
+            self._wanted.setdefault(rank, set()).add(name)
+        for rank in replicas_on_mesh(placement, writer) if placement.is_cut else ranks:
+            self._sizes.setdefault(rank, {})[name] = place.end - place.begin
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Bytes by rank, for ranks whose shard of no entry is missing, as far as this disk
+        shows."""
+        return {
+            rank: sum(sizes.values())
+            for rank, sizes in self._sizes.items()
+            if sizes.keys() == self._wanted[rank]
+        }
+
 
 AllGather = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 """All-gather: send a label and fields, return the fields of every rank, by rank."""

@@ -3,8 +3,7 @@
 Runs in the training process (and in ``everstep.load``). Read in this order:
 
 ``saved_ranks``  files of all ranks that saved a base, and the view of them that a rank restores
-``targets``      memory that the entries are read into
-``pieces``       pieces of sharded entries, copied to their destinations
+``targets``      memory that the entries are read into; pieces of sharded entries, copied there
 ``load``         the load, in order: compare, stream, restore; progress of a restore; check for NaN
                  and infinity
 """

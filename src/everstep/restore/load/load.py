@@ -25,7 +25,6 @@ from everstep.errors import FormatError, MismatchError
 from everstep.format import Marker, digest
 from everstep.format.reader import ReadsAhead, read_body
 from everstep.format.writer import ChunkRing
-from everstep.restore.load.pieces import Fill, PieceReads, fills, fills_by_file
 from everstep.restore.load.saved_ranks import (
     SavedLayout,
     SavedRanks,
@@ -34,7 +33,11 @@ from everstep.restore.load.saved_ranks import (
     read_object,
 )
 from everstep.restore.load.targets import (
+    Fill,
+    PieceReads,
     Targets,
+    fills,
+    fills_by_file,
     overlapping_entries,
     restrided,
     shared_memory_error,

@@ -22,8 +22,8 @@ from everstep.format import Marker, digest
 from everstep.format.log import LogRecord, RecordHead
 from everstep.replay import Exactness
 from everstep.restore.load import SavedRanks
-from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import Piece
+from everstep.restore.load.targets import fills
 from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.redo import MarkEntries, ReplayDriver, Step, owned_entries, sampled_difference
 from everstep.restore.redo.driver import divergence_error

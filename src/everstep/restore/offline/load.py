@@ -17,8 +17,8 @@ from everstep.errors import FormatError
 from everstep.format import TimelineRecord
 from everstep.replay import ONE_THREAD, ReplayOptions
 from everstep.restore.load import Reads, SavedRanks
-from everstep.restore.load.pieces import Fill, PieceReads, fills_by_file
 from everstep.restore.load.saved_ranks import Piece, View
+from everstep.restore.load.targets import Fill, PieceReads, fills_by_file
 from everstep.restore.offline.job_state import JobState, RankReplay, Sharing, TensorKey, tensor_key
 from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.offline.rank_files import complete_rank_files, read_rank_files, require_memory

@@ -18,7 +18,7 @@ from everstep.errors import FormatError, ReplayError, UnavailableError, Unsuppor
 from everstep.format import TimelineRecord
 from everstep.replay import ReplayOptions
 from everstep.restore.load import Reads, contents, rank_contents
-from everstep.restore.load.pieces import Fill
+from everstep.restore.load.targets import Fill
 from everstep.restore.offline.complete import complete_offline_base
 from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.redo import replay_conditions

@@ -3,12 +3,12 @@
 
 Runs in the training process. Read in this order:
 
-``logs``       logs of the old ranks, divided among the ranks of this job for reading
 ``gradients``  this rank's slices of the gradients of the old ranks
 ``marks``      step marks of the old ranks, restored like a base of those ranks
-``replay``     replay of the steps
+``replay``     logs of the old ranks, divided among the ranks of this job for reading; replay of
+               the steps
 """
 
-from everstep.restore.reshard.logs import LogsInMemory, ReshardedLogs
+from everstep.restore.reshard.replay import LogsInMemory, ReshardedLogs
 
 __all__ = ["LogsInMemory", "ReshardedLogs"]

@@ -20,9 +20,8 @@ from everstep.format import FileRecord, digest
 from everstep.format.header import ShardHeader
 from everstep.format.log import LogRecord
 from everstep.restore.load import SavedLayout, SavedRanks
-from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import View
-from everstep.restore.load.targets import box_here, part_of
+from everstep.restore.load.targets import box_here, fills, part_of
 from everstep.restore.redo import live_tensors
 from everstep.restore.redo.live import require_fit, restore_from_mark
 from everstep.run import OpenBase
@@ -39,6 +38,7 @@ from everstep.state.values.tensors import (
     torch_dtype,
 )
 from everstep.state.values.tree import references
+from everstep.tiers import MemoryFile
 
 _WHICH = f"{SPOT}which"
 
@@ -65,25 +65,6 @@ def restore_marks(state: State, layout: SavedLayout, marks: Mapping[int, LogReco
             if slice_ is not None:
                 logged[name] = slice_
     return [*view.notes, *restore_from_mark(state, plans, logged, live_tensors(state))]
-
-
-class _BytesFile:
-    """Encoded objects, concatenated, as a file."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self._data)
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        slice_ = self._data[offset : offset + buffer.nbytes]
-        buffer[: len(slice_)] = slice_
-        return len(slice_)
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +121,7 @@ class _Mark:
         aliases = {k: v for _, _, header, _ in base.shards for k, v in header.aliases.items()}
         header = ShardHeader(first[2].identity, tuple(placed), tuple(digests), aliases, 0)
         record: FileRecord = first[1]
-        file = _BytesFile(b"".join(mark.objects.values()))
+        file = MemoryFile([memoryview(item) for item in mark.objects.values()])
         path = PurePath(f"mark of rank {rank}")
         return cls(OpenBase(base.marker, [(file, record, header, path)]), data)
 

@@ -17,12 +17,11 @@ from everstep.commit.log_reach import LogRun
 from everstep.commit.retention import VOLATILE_TIERS
 from everstep.format import Manifest, Marker
 from everstep.restore.fetch import Copies, FetchCopies, Meeting, StartChannel
-from everstep.restore.fetch.files_ahead import CopiesAhead
 from everstep.restore.fetch.node_reads import NodeReads
-from everstep.restore.fetch.peers import FetchedBase, OfferExtras
+from everstep.restore.fetch.peer_plan import Coverage
+from everstep.restore.fetch.peers import FetchedBase, OfferExtras, coverage_on_disk
 from everstep.restore.fetch.rank_copies import offer_of, open_on_disk
-from everstep.restore.fetch.served_files import Coverage, coverage_on_disk
-from everstep.restore.fetch.sources import Place, Places
+from everstep.restore.fetch.sources import CopiesAhead, Place, Places
 from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.report import ResumeRequest
 from everstep.run import Inventory, TimelineCache, scan_run

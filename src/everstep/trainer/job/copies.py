@@ -15,7 +15,7 @@ from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
 from everstep.seams.machine import resolve_path
 from everstep.tiers import Tier, TierOptions
-from everstep.tiers.urls import open_tier
+from everstep.tiers.options import open_tier
 
 
 def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> Seams:

@@ -20,8 +20,7 @@ from everstep.commit.job.messages import StartFailed
 from everstep.errors import DeadlineError
 from everstep.link.messages import mailbox_error
 from everstep.restore.fetch import FetchCopies, Meeting, StartChannel
-from everstep.restore.fetch.peers import FetchResult, OfferExtras, fetch_from_peers
-from everstep.restore.fetch.served_files import run_file_opener
+from everstep.restore.fetch.peers import FetchResult, OfferExtras, fetch_from_peers, run_file_opener
 from everstep.restore.fetch.start_channel import failure_reason, remote_failure
 from everstep.restore.start import (
     RankLog,
