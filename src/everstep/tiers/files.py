@@ -14,6 +14,7 @@ from everstep.errors import (
     EverstepError,
     OptionError,
     PermissionDeniedError,
+    StorageError,
 )
 from everstep.seams import DirEntry, ReadFile, WriteFile
 from everstep.tiers.contract import Item, ReadThrough, Tier
@@ -109,6 +110,23 @@ def _system_errors(path: PurePath) -> Iterator[None]:
         elif isinstance(error, DeadlineError):
             number = errno.ETIMEDOUT
         raise OSError(number, error.message, str(path)) from error
+
+
+@contextlib.contextmanager
+def tier_errors(*passed: type[OSError]) -> Iterator[None]:
+    """Turn file system errors that a tier's error caused into the tier's error again.
+
+    Args:
+        passed: errors that are no failure to read the tier, and are raised unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, passed):
+            raise
+        if isinstance(error.__cause__, EverstepError):
+            raise error.__cause__ from None
+        raise StorageError(f"could not read a copy: {error}") from error
 
 
 def _refuse(path: PurePath) -> NoReturn:

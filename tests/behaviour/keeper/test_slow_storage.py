@@ -344,19 +344,13 @@ def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> 
     )
     told = [{"where": str(tmp_path / "copies"), "keep": 1}]
     files = Slow(clock)
-    couriers = Couriers(
-        Seams(filesystem=files, clock=clock),
-        PurePath(tmp_path / "run"),
-        ShardIdentity("0" * 32, 1, 0, 0, rank, 2, True),
-        pytest.fail,
-        timeout_s=LIMIT_S,
-        link=link,
-    )
-    couriers.start(told, Log().store)
+    couriers = Couriers(Seams(filesystem=files, clock=clock), PurePath(tmp_path / "run"))
+    identity = ShardIdentity("0" * 32, 1, 0, 0, rank, 2, True)
+    couriers.start(told, identity, Log().store, pytest.fail, timeout_s=LIMIT_S, link=link)
     (tmp_path / "part").write_bytes(b"x" * 100)
     source = PosixFileSystem().open(tmp_path / "part")
     begun_s = clock.monotonic_s()
-    couriers.bases[0].copier.put("base/part", source)
+    couriers.bases[0].put("base/part", source)
     source.close()
     ends_s = [begun_s, *heard_s, clock.monotonic_s()]
     assert ends_s[-1] - begun_s > 2 * LIMIT_S

@@ -65,8 +65,8 @@ def trained_with_copies(
     options, more = TierOptions(str(copies), **place), ON_DISK if disk else {}
 
     def took(step: int) -> bool:
-        couriers = duties.copies.couriers
-        return couriers is not None and all((one.taken_step or 0) >= step for one in couriers.logs)
+        copies = duties.copies
+        return bool(copies.bases) and all((one.taken_step or 0) >= step for one in copies.logs)
 
     def hook(op: str, path: PurePath) -> None:
         """A base lets go of the memory of the steps before it: not before they were taken."""
@@ -84,9 +84,8 @@ def trained_with_copies(
             states |= run_steps(ckpt, world, 1)
             inspect(ckpt).saver.finish_captures()
             assert wait_for(lambda at=step: took(at))  # type: ignore[misc]
-        couriers = duties.copies.couriers
+        couriers = duties.copies
         writer = duties.writer
-        assert couriers is not None
         assert writer is not None
         assert wait_for(lambda: not writer.waiting)
         assert wait_for(lambda: not any(one.busy for one in couriers.bases.values()))

@@ -317,7 +317,7 @@ def copied_steps(run: Path, tier: Any, steps: int, **more: Any) -> list[Any]:
         trained(run, step)
         found.append(copies_of(run, tier, step, **more))
         found[-1].copy_newest()
-        found[-1].retain()
+        found[-1].retention.run()
     return found
 
 
@@ -350,11 +350,11 @@ def test_what_a_keeper_that_was_killed_has_left_of_copies_goes(
 
     trained(run_folder, 3)
     copies = copies_of(run_folder, tier, 3, keep=9)
-    copies.retain()
+    copies.retention.run()
     assert len(left()) == 3
     assert second.exists()
     copies.copy_newest()
-    copies.retain()
+    copies.retention.run()
     assert left() == ["rank-00000.safetensors.77-0b0b0b0b.tmp"], "the log's are for who copies it"
     assert not second.exists()
     assert usable(tier) == [1, 3]
@@ -382,7 +382,7 @@ def test_a_damaged_copy_does_not_count(run_folder: Path) -> None:
         data[-1] ^= 1
         put(tier, name, bytes(data))
     posted: list[EverstepError] = []
-    copies_of(run_folder, tier, 3, keep=1, posted=posted).retain()
+    copies_of(run_folder, tier, 3, keep=1, posted=posted).retention.run()
     there = [base.id.step for base in scan_run(TierFileSystem(tier, ROOT), ROOT).bases]
     assert 1 in there
     assert any(isinstance(error, DamageError) for error in posted)
@@ -404,10 +404,10 @@ def test_retention_that_dies_anywhere_leaves_the_newest(run_folder: Path) -> Non
                 put(inner, name, data)
         dead = FaultyTier(inner, [TierFault("unavailable", at=at, count=FOREVER)])
         try:
-            copies_of(run_folder, dead, 3).retain()
+            copies_of(run_folder, dead, 3).retention.run()
         except StorageError:
             assert set(usable(inner)) >= {2, 3}
-            copies_of(run_folder, inner, 3).retain()
+            copies_of(run_folder, inner, 3).retention.run()
             assert usable(inner) == [2, 3]
             assert not [name for name in contents(inner) if "000000000001/" in name]
         else:
@@ -442,7 +442,7 @@ def test_whoever_is_fenced_off_deletes_nothing(run_folder: Path) -> None:
 
         tier = Later(inner)
         try:
-            copies_of(run_folder, tier, 3).retain()
+            copies_of(run_folder, tier, 3).retention.run()
         except FencedError:
             assert mark not in contents(inner)
             assert usable(inner) == [1, 2, 3]
@@ -486,7 +486,7 @@ def test_the_cap_of_objects_delays_a_copy(run_folder: Path) -> None:
     posted: list[EverstepError] = []
     with copying(run_folder, tier, clock=clock, rate=rate, posted=posted) as copies:
         copies.base_durable()
-        assert wait_for(lambda: copies.copier.waits_for_the_cap)
+        assert wait_for(lambda: copies.waits_for_the_cap)
         assert not [name for name in contents(tier) if "base" in name]
         clock.advance(HOUR_S + 1)
         copies.base_durable()  # wakes it

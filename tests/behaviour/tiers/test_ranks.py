@@ -148,11 +148,11 @@ def test_a_base_that_retention_deletes_meanwhile_is_not_copied(
     # The next base is copied, and what is left of that one goes when a newer one was read back.
     newer = Job(apart, tier, keep=1)
     newer.copy()
-    newer.leader.retain()
+    newer.leader.retention.run()
     assert usable(tier) == [3]
     assert BASE.format(2) + "rank-00000.done" in names_in(tier), "nothing was read back so far"
     newer.leader.retention.verified.add(BaseId(1, 3))
-    newer.leader.retain()
+    newer.leader.retention.run()
     assert not [name for name in names_in(tier) if name.startswith(BASE.format(2))]
     assert usable(tier) == [3]
 
@@ -181,7 +181,7 @@ def test_what_another_rank_is_at_is_not_swept_away(apart: list[Path], tmp_path: 
     before = names_in(tier)
     job.leader.retention.verified.add(BaseId(1, 2))
     job.leader.retention.all_ranks_past(BaseId(1, 2))
-    job.leader.retain()
+    job.leader.retention.run()
     assert names_in(tier) == before
     job.copy()
     assert usable(tier) == [2, 3]
@@ -279,7 +279,7 @@ def test_retention_by_an_overtaken_rank_0_deletes_nothing(
         tier = Later(inner)
         tier.at = at
         try:
-            Job(apart, tier).leader.retain()
+            Job(apart, tier).leader.retention.run()
         except FencedError:
             assert set(names_in(inner)) - set(start) == {"timeline-00002/timeline.json"}
             assert contents(inner).items() >= start.items()
@@ -302,14 +302,14 @@ def test_retention_that_dies_anywhere_leaves_the_newest(apart: list[Path], tmp_p
             put(inner, name, data)
         dead = FaultyTier(inner, [TierFault("unavailable", at=at, count=FOREVER)])
         try:
-            Job(apart, dead).leader.retain()
+            Job(apart, dead).leader.retention.run()
         except StorageError:
             assert contents(inner).items() >= stay.items()
             statuses = {b.id.step: b for b in scan_run(TierFileSystem(inner, ROOT), ROOT).bases}
             if 1 in statuses and statuses[1].is_usable:
                 assert contents(inner).items() >= start.items(), "it looks whole, and is not"
             if at % 9 == 0:
-                Job(apart, inner).leader.retain()
+                Job(apart, inner).leader.retention.run()
                 assert contents(inner) == stay
         else:
             break
@@ -327,7 +327,7 @@ def test_a_damaged_copy_does_not_count(apart: list[Path], tmp_path: Path) -> Non
         data[-1] ^= 1
         put(tier, name, bytes(data))
     job = Job(apart, tier, keep=1)
-    job.leader.retain()
+    job.leader.retention.run()
     assert BASE.format(1) + "manifest.json" in names_in(tier)
     assert any("damaged" in str(error) for _, error in job.posted)
 
@@ -339,7 +339,7 @@ def test_rank_0_finishes_what_lacks_only_its_manifest(apart: list[Path], tmp_pat
     gone = BASE.format(2) + "manifest.json"
     data = contents(tier)[gone]
     tier.delete(gone)
-    Job(apart, tier, keep=3).leader.retain()
+    Job(apart, tier, keep=3).leader.retention.run()
     assert contents(tier)[gone] == data
 
 
@@ -399,8 +399,8 @@ def test_couriers_of_two_keepers(apart: list[Path], tmp_path: Path) -> None:
     for rank in range(2):
         identity = ShardIdentity("0" * 32, 1, 0, 0, rank, 2, True)
         link: Any = Keeper(keepers, JobSession("session", rank, ("0", "1"), ()))
-        one = Couriers(Seams(), apart[rank], identity, posted.append, timeout_s=20.0, link=link)
-        one.start(told, Log().store)
+        one = Couriers(Seams(), apart[rank])
+        one.start(told, identity, Log().store, posted.append, timeout_s=20.0, link=link)
         couriers.append(one)
     for one in couriers:
         one.base_durable(BaseId(1, 3))

@@ -12,9 +12,8 @@ from everstep.commit.job.messages import CopyMessage, CopyReply, CopyRequest
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.ship.base_copies import CopyGroup
+from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
 from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier, ObjectRate
-from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
 from everstep.restore.load.load import check_contents
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
@@ -100,7 +99,7 @@ class Job:
             return courier, CopyGroup(others, clock, 0, rank, self.world, timeout_s=5.0)
 
         courier, ranks = group(0)
-        self.leader = LeadingCopies(courier, FILES, PurePath(runs[0]), ranks, keep=keep)
+        self.leader = BaseCopies(courier, FILES, PurePath(runs[0]), ranks, keep=keep)
         self.followers: dict[int, FollowingCopies] = {}
         for rank in range(1, self.world):
             courier, ranks = group(rank)

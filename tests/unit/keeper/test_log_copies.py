@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from everstep.keeper.ship import log_copies
 from everstep.keeper.ship.courier import HOUR_S, ROOT, CopyPlace, Courier, ObjectRate
 from everstep.keeper.ship.couriers import Couriers
 from everstep.keeper.ship.log_copies import LogCopies
+from everstep.link.messages import identity_to_wire
 from everstep.restore.log.log_found import LogFound
 from everstep.run.scan import Inventory
 from everstep.run.segments import scan_log
@@ -288,7 +290,7 @@ class Keeper:
     def __init__(self, tier: _Counting, options: TierOptions, rank: int, world: int) -> None:
         self.log, self._tier, self._rank, self._world = Log(), tier, rank, world
         self._options = options
-        self.couriers: Couriers | None = None
+        self.couriers = Couriers(Seams(clock=tier._clock), RUN)
         self.serve()
 
     def serve(self) -> None:
@@ -297,18 +299,19 @@ class Keeper:
         trainer.in_process = True
         trainer.ranks = RankInfo(self._rank, self._world)
         trainer.copy_to([self._options])
-        self.couriers = Couriers(
-            Seams(clock=self._tier._clock),
-            RUN,
-            replace(IDENTITY, rank=self._rank, world=self._world),
-            fail,
+        timeline: Any = SimpleNamespace(
+            settings={
+                "tiers": trainer._tiers,
+                "identity": identity_to_wire(replace(IDENTITY, rank=self._rank, world=self._world)),
+            },
+            log=self.log.store,
+            channel=SimpleNamespace(post=fail),
             timeout_s=20.0,
-            before=self.couriers,
+            link=None,
         )
-        self.couriers.start(trainer._tiers, self.log.store)
+        self.couriers.serve(timeline)
 
     def train(self, step: int) -> None:
-        assert self.couriers is not None
         self.log.step(step)
         for one in self.couriers.logs:
             one.turn()

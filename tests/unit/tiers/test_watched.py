@@ -62,8 +62,8 @@ def test_a_place_that_hangs_is_told_of_once_and_not_waited_for(
     told = [dataclasses.asdict(TierOptions(str(place)))]
     seams = Seams(filesystem=filesystem, clock=clock)
     identity = ShardIdentity("0" * 32, 1, 0, 0, 0, 1, True)
-    couriers = Couriers(seams, PurePath(run_folder), identity, posted.append, timeout_s=30.0)
-    couriers.start(told, Log().store)
+    couriers = Couriers(seams, PurePath(run_folder))
+    couriers.start(told, identity, Log().store, posted.append, timeout_s=30.0)
     try:
         couriers.base_durable()
         assert gate.reached.wait(30)

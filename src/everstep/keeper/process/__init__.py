@@ -11,7 +11,7 @@ its kind, the handler is a method of the duty. Read in this order:
 ``duties``       all duties, in the order in which they start and end
 ``bases``        receive captures and have them written
 ``auditor``      the background audit: compare a base with the previous base and the log
-``recalls``      contents of memory, for a restarted trainer or a reader; copies in other tiers
+``recalls``      contents of memory, for a restarted trainer or a reader
 """
 
 from everstep.keeper.process.duty import AttachedTrainer, Handler, ServedTimeline

@@ -22,9 +22,9 @@ from everstep.keeper.persist import BaseWriter
 from everstep.keeper.process.auditor import Audits
 from everstep.keeper.process.bases import Bases
 from everstep.keeper.process.duty import AttachedTrainer, Duty, Handler, ServedTimeline
-from everstep.keeper.process.recalls import Copies, Recalls
+from everstep.keeper.process.recalls import Recalls
 from everstep.keeper.replica import Rebuilds, ServedReplica
-from everstep.keeper.ship import PeerCopies
+from everstep.keeper.ship import Couriers, PeerCopies
 from everstep.link import BackgroundChannel, error_to_wire
 from everstep.link.capture import Capture
 from everstep.seams import Seams
@@ -62,7 +62,7 @@ class Duties:
         self.peers = PeerCopies(seams, run, held, self.base_at_peers)
         self._rebuilds = rebuilds = Rebuilds(filesystem, run, held)
         self.bases = Bases(seams, run, ring, held, self.logs, rebuilds, self)
-        self.copies = Copies(seams, run)
+        self.copies = Couriers(seams, run)
         self.audits = Audits(seams, run, self.logs)
         self.recalls = Recalls(held, self.bases, self.logs, self.replicas, self.peers, self.copies)
         # In the order in which they start: bases need the log, and where peers hold bases; replica

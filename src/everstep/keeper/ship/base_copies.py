@@ -9,227 +9,49 @@ Files are verified against their digests while they are copied. Files that an ea
 already copied are not sent again. If newer bases are committed during a copy, only the newest is
 copied next.
 
-Retention of copies: the same rules as on disk, with the operations of a tier.
-
-A copy is deleted only if another one stays that was read back and found intact (``adr/005``). It is
-deleted in two steps (``adr/004``): a record next to its manifest condemns it, which a resume sees;
-then the fence is checked once more; then its files are deleted.
+With several ranks each rank's keeper copies its own files. Rank 0 chooses the base
+(:mod:`everstep.commit.copy_round`), so that all ranks copy the same one. When every marker is in
+the tier, it creates the manifest (I5): the same as on the disks, as it follows from the markers
+alone. If rank 0 dies before that, the next start of the job does so
+(:mod:`everstep.restore.fetch.rank_copies`), or rank 0's next keeper. Only rank 0 deletes copies
+(:class:`.courier.CopyRetention`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Protocol
 
 from everstep.commit import BaseId, split_by_history
+from everstep.commit.copy_round import CopyRound
 from everstep.commit.job import COORDINATOR, CopyMessage
-from everstep.commit.job.messages import CopyProgress
+from everstep.commit.job.messages import CopyProgress, CopyReply, CopyRequest, CopySettled
 from everstep.errors import (
-    DamageError,
+    DeadlineError,
+    EverstepError,
     FencedError,
     ForeignDirectoryError,
     InfeasibleError,
     StorageError,
 )
 from everstep.format import MANIFEST, FileRecord, Manifest, Marker, base_dir, timeline_dir
-from everstep.format.names import CONDEMNED, RUN_RECORD, TIMELINE_RECORD, marker_name, parse_marker
+from everstep.format.message_codec import Stored
+from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, marker_name
 from everstep.format.reader import CheckedFile, read_header, read_record_bytes
 from everstep.format.records import RunRecord
-from everstep.format.writer import ChunkRing
-from everstep.keeper.retain import ReadBack
-from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier
+from everstep.keeper.persist import JobLink
+from everstep.keeper.ship.courier import CopyRetention, CopyWork, Courier
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
-from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams import Clock, FileSystem, ReadFile, failpoint
 from everstep.tiers import read_record
 from everstep.tiers.contract import ReadThrough
 
-_CHUNKS = 3
-_READERS = 1
-
-
-class CopyRetention:
-    """Retention of copies in one place.
-
-    With several ranks, rank 0 alone runs it. It then also commits copies that lack only their
-    manifest, and removes copies that can never be complete: incomplete ones older than a copy that
-    was read back, when no rank copies them any more.
-
-    Args:
-        keep: number of copies to keep.
-        post: called with the error of a damaged copy.
-        timeout_s: timeout of a single transfer, in seconds.
-        several: True if several ranks make the copies.
-    """
-
-    def __init__(
-        self,
-        place: CopyPlace,
-        keep: int,
-        post: Callable[[DamageError], None],
-        *,
-        timeout_s: float,
-        several: bool = False,
-    ) -> None:
-        self._place = place
-        self._post = post
-        self._several = several
-        self._all_past: BaseId | None = None
-        self._read_back = ReadBack(
-            place.files,
-            lambda: contextlib.closing(ChunkRing(_CHUNKS, _READERS)),
-            keep=keep,
-            timeout_s=timeout_s,
-            tier=place.kind,
-            url=place.url,
-        )
-        self._swept: set[BaseId] = set()
-
-    @property
-    def verified(self) -> set[BaseId]:
-        """Copies that were read back and found intact."""
-        return self._read_back.verified
-
-    def all_ranks_past(self, base: BaseId) -> None:
-        """Note that every rank has copied ``base``: none of them is copying an older one."""
-        self._all_past = base
-
-    def run(self) -> None:
-        """Delete copies that are no longer needed.
-
-        Raises:
-            FencedError: a newer timeline was opened; the copy in question is unchanged.
-            StorageError: the tier failed.
-            DeadlineError: the tier hangs.
-        """
-        if self._several:
-            self._roll_forward()
-        inventory = self._place.inventory()
-        bases = {base.id: base for base in inventory.bases if self._is_candidate(base)}
-        victims = self._read_back.plan(bases, inventory.branches, self._post)
-        for base in bases.values():
-            # Condemned by a process that crashed before the deletion, and needed after all.
-            if base.status == "condemned" and base.id not in victims:
-                self._place.check_fence()
-                uncondemn_in_tier(self._place.tier, _name(base))
-        for victim in victims:
-            self._delete(bases[victim])
-        for base in inventory.bases:
-            # Partly deleted by a process that crashed: finish the deletion.
-            not_newer = base.id.timeline <= self._place.timeline
-            if base.status == "condemned" and not_newer and not base.is_usable:
-                self._place.check_fence()
-                self._delete_files(base)
-        self._clean_older_timelines(inventory)
-        if self._several:
-            self._sweep()
-
-    def _clean_older_timelines(self, inventory: Inventory) -> None:
-        """Remove files left by crashed processes of older timelines.
-
-        Only once there is a copy of this timeline: until then the last base of the previous
-        timeline may still be in the process of being copied.
-        """
-        own = self._place.timeline
-        if not any(b.status == "committed" and b.id.timeline == own for b in inventory.bases):
-            return
-        older = [base for base in inventory.bases if base.id.timeline < own]
-        for base in older:
-            if base.status == "incomplete":
-                # The listing may be outdated: never delete a copy that has been committed since.
-                if self._place.size_of(_name(base, MANIFEST)) is not None:
-                    continue
-                self._place.check_fence()
-                self._delete_files(base)
-            if base.id not in self._swept:
-                self._place.tier.sweep(_name(base))
-                self._swept.add(base.id)
-
-    def _is_candidate(self, base: BaseFound) -> bool:
-        """Return True for committed copies, and for condemned ones that still have all their
-        files.
-        """
-        if base.status == "committed":
-            return True
-        usable = base.status == "condemned" and base.is_usable
-        return usable and base.id.timeline <= self._place.timeline
-
-    def _delete(self, base: BaseFound) -> None:
-        assert base.manifest is not None
-        condemned = _name(base, CONDEMNED)
-        self._place.check_fence()
-        self._place.create(condemned, base.manifest.encode())
-        # Checked again after the record: a timeline opened before it has taken its inventory
-        # without it and may rely on this copy; one opened later sees the record.
-        try:
-            self._place.check_fence()
-        except FencedError:
-            self._place.tier.delete(condemned)
-            raise
-        self._delete_files(base)
-        self._read_back.forget(base.id)
-
-    def _delete_files(self, base: BaseFound) -> None:
-        """Delete the files of a copy: records first, the condemned record last.
-
-        Without its records nobody reads the rest; the condemned record marks what is left until the
-        end.
-        """
-        names = [file.name for file in base.files if file.kind == "file"]
-        records = [name for name in names if name == MANIFEST or parse_marker(name) is not None]
-        rest = [name for name in names if name not in records and name != CONDEMNED]
-        for name in [*records, *rest, CONDEMNED]:
-            self._place.tier.delete(_name(base, name))
-
-    def _roll_forward(self) -> None:
-        """Commit copies whose files are all there."""
-        for base in self._place.inventory().bases:
-            if base.status == "complete" and base.id.timeline <= self._place.timeline:
-                assert base.manifest is not None
-                folder = _name(base)
-                if all(self._place.has_rank_files(folder, one) for one in base.manifest.markers):
-                    # Before every commit: a process of an older timeline must not commit (I11).
-                    self._place.check_fence()
-                    self._place.create(_name(base, MANIFEST), base.manifest.encode())
-
-    def _sweep(self) -> None:
-        """Delete incomplete copies that no rank copies any more."""
-        newest = max(self.verified, default=None)
-        if newest is None or self._all_past is None:
-            return
-        for base in self._place.inventory().bases:
-            # Younger incomplete copies may be in progress.
-            unfinished = base.status == "incomplete" and base.id < min(newest, self._all_past)
-            # The listing may be outdated: the manifest may exist by now.
-            if unfinished and self._place.size_of(_name(base, MANIFEST)) is None:
-                self._place.check_fence()
-                self._delete_files(base)
-
-
-def _name(base: BaseFound, name: str = "") -> str:
-    return (base.path / name).relative_to(ROOT).as_posix()
-
-
 _log = logging.getLogger("everstep.keeper")
 _RATE_POLL_S = 1.0
+_POLL_S = 0.1
 _REPORT_INTERVAL_MIN_S = 0.1
-
-
-class OtherKeepers(Protocol):
-    """Connections to the keepers of the other ranks (:class:`.job_link.JobLink`)."""
-
-    last_receive_s: float
-
-    def send(self, rank: int, message: CopyMessage) -> None:
-        """Send a message; it may be lost."""
-        ...
-
-    def is_disconnected(self, rank: int) -> bool:
-        """Return True if a rank will send nothing any more."""
-        ...
 
 
 class CopyGroup:
@@ -245,7 +67,7 @@ class CopyGroup:
 
     def __init__(
         self,
-        others: OtherKeepers | None,
+        others: JobLink | None,
         clock: Clock,
         number: int,
         rank: int,
@@ -295,11 +117,12 @@ class CopyGroup:
             self.send(CopyProgress(self.number))
 
 
-class BaseCopier:
+class BaseCopier(CopyWork):
     """Copies the files of one base after the other to the place of a courier.
 
     Args:
         run: the run folder on ``filesystem``.
+        group: ranks that copy together.
 
     Attributes:
         expedited: True if the keeper is about to end: a base that would have to wait for the limit
@@ -310,24 +133,24 @@ class BaseCopier:
     def __init__(
         self, courier: Courier, filesystem: FileSystem, run: PurePath, group: CopyGroup
     ) -> None:
-        self.filesystem = filesystem
-        self.run = run
+        self.courier = courier
+        self.group = group
         self.expedited = False
         self.waits_for_the_cap = False
-        self._courier = courier
+        self._filesystem = filesystem
+        self._run = run
         self._place = courier.place
-        self._group = group
 
-    def name(self, path: PurePath) -> str:
+    def _name(self, path: PurePath) -> str:
         """Return the name in the place of a file in the run folder."""
-        return path.relative_to(self.run).as_posix()
+        return path.relative_to(self._run).as_posix()
 
-    def has_files_of(self, marker: Marker) -> bool:
+    def _has_files_of(self, marker: Marker) -> bool:
         """Return True if a rank's files of a base, and its marker, are in the place."""
-        folder = self.name(base_dir(self.run, marker.timeline, marker.step))
+        folder = self._name(base_dir(self._run, marker.timeline, marker.step))
         return self._place.has_rank_files(folder, marker)
 
-    def copy_files(self, base: BaseFound, markers: Sequence[Marker]) -> None:
+    def _copy_files(self, base: BaseFound, markers: Sequence[Marker]) -> None:
         """Copy these ranks' files, then their markers.
 
         Raises:
@@ -356,23 +179,23 @@ class BaseCopier:
                 ) from error
             self._await_rate(len(sources) + len(markers) + 1)
             for path, source in sources:
-                self.put(self.name(path), source)
-        if self._group.world > 1:
+                self.put(self._name(path), source)
+        if self.group.world > 1:
             failpoint("copy.before_marker")
             # Copying takes long: a newer timeline may have been opened since the last check. One
             # rank checks it before the manifest, which follows at once.
             self._place.check_fence()
         # Markers after all files: a marker promises that its rank's files are complete (I5).
         for marker in markers:
-            self._place.create(self.name(base.path / marker_name(marker.rank)), marker.encode())
-        self._courier.stats.copied_bytes += sum(f.length for m in markers for f in m.files)
+            self._place.create(self._name(base.path / marker_name(marker.rank)), marker.encode())
+        self.courier.stats.copied_bytes += sum(f.length for m in markers for f in m.files)
 
-    def commit(self, base: BaseFound, manifest: Manifest) -> None:
+    def _write_manifest(self, base: BaseFound, manifest: Manifest) -> None:
         """Write the manifest; all markers are there."""
         # Right before the commit: a process of an older timeline must not commit (I11).
         self._place.check_fence()
-        self._place.create(self.name(base.path / MANIFEST), manifest.encode())
-        self._courier.stats.copied += 1
+        self._place.create(self._name(base.path / MANIFEST), manifest.encode())
+        self.courier.stats.copied += 1
         _log.info("%s is in %s", base.id, self._place.url)
 
     def put(self, name: str, source: ReadFile) -> None:
@@ -380,19 +203,19 @@ class BaseCopier:
         # Its bytes are verified when retention reads it back.
         if self._place.size_of(name) == source.size_bytes:
             return
-        if self._courier.closed:
+        if self.courier.closed:
             raise StorageError(f"copying was stopped before {name}")
         self._place.rate.wrote(1)
 
         def read(buffer: memoryview, offset: int) -> int:
             # The transfer may take long: each read counts as progress.
-            self._group.report_progress()
+            self.group.report_progress()
             return source.read_into(buffer, offset)
 
         self._place.tier.put(name, ReadThrough(source, read))
 
     def _open(self, path: PurePath, record: FileRecord) -> CheckedFile:
-        file = self.filesystem.open(path, direct=True)
+        file = self._filesystem.open(path, direct=True)
         try:
             return CheckedFile(file, read_header(file, record, path), record, path)
         except BaseException:
@@ -402,8 +225,8 @@ class BaseCopier:
     def _await_rate(self, count: int) -> None:
         """Wait until the limit of objects per hour allows ``count`` more."""
         while (wait_s := self._wait_s(count)) > 0:
-            with self._courier.changed:
-                if self._courier.closed or self.expedited:
+            with self.courier.changed:
+                if self.courier.closed or self.expedited:
                     self.waits_for_the_cap = False
                     raise StorageError(
                         "the newest base is not copied: the limit of objects per hour is reached",
@@ -416,31 +239,30 @@ class BaseCopier:
                 self.waits_for_the_cap = True
                 # In short waits, so that progress is reported and a claim that is settled early
                 # is noticed.
-                self._courier.changed.wait(min(wait_s, _RATE_POLL_S))
-                self._group.report_progress()
+                self.courier.changed.wait(min(wait_s, _RATE_POLL_S))
+                self.group.report_progress()
         self.waits_for_the_cap = False
 
     def _wait_s(self, count: int) -> float:
-        world = self._group.world
+        world = self.group.world
         try:
-            return self._place.rate.wait_s(count, self._courier)
+            return self._place.rate.wait_s(count, self.courier)
         except InfeasibleError as error:
             if world == 1:
                 raise
             raise InfeasibleError(
                 f"{error.message}: each of {world} ranks has an equal share of the limit",
-                rank=self._group.rank,
+                rank=self.group.rank,
                 quantity="objects per hour",
                 needed=count * world,
                 hint=f"set objects_per_hour={count * world} or more",
             ) from error
 
 
-class BaseCopies:
+class BaseCopies(BaseCopier):
     """Copies the newest base of one timeline, as it becomes durable, to one place.
 
     Args:
-        run: the run folder on ``filesystem``.
         group: ranks that copy together; this rank chooses the base and commits the copy.
         keep: number of copies to keep.
         every_s: minimum seconds from the start of one copy to the start of the next.
@@ -456,9 +278,7 @@ class BaseCopies:
         keep: int,
         every_s: float = 0.0,
     ) -> None:
-        self.courier = courier
-        self.copier = BaseCopier(courier, filesystem, run, group)
-        self.group = group
+        super().__init__(courier, filesystem, run, group)
         self.retention = CopyRetention(
             courier.place,
             keep,
@@ -466,10 +286,11 @@ class BaseCopies:
             timeout_s=group.timeout_s,
             several=group.world > 1,
         )
-        self._place = courier.place
         self._every_s = every_s
         self._timelines = TimelineCache()
         self._published = False
+        self._round: CopyRound | None = None
+        self._base_in_turn: BaseId | None = None
 
     @property
     def busy(self) -> bool:
@@ -485,6 +306,17 @@ class BaseCopies:
             base: the base; None: look whether there is one.
         """
         self.courier.wake(self.courier.not_before_s)
+        if base is not None and self.courier.refused:
+            self.send_settled(base)
+
+    def on_message(self, sender: int, message: CopyMessage) -> None:
+        """Handle a message about this place."""
+        with self.courier.changed:
+            if self._round is not None and isinstance(message, CopyReply):
+                self._round.on_reply(sender, message.base, message.problem)
+            elif self._round is not None:
+                self._round.on_message(sender)
+            self.courier.changed.notify_all()
 
     def expedite(self) -> None:
         """Copy the last base without waiting for its interval: the keeper is about to end.
@@ -494,7 +326,7 @@ class BaseCopies:
         """
         courier = self.courier
         with courier.changed:
-            self.copier.expedited = True
+            self.expedited = True
             self._every_s = 0.0
             courier.not_before_s = courier.clock.monotonic_s()
             if courier.due:
@@ -504,12 +336,13 @@ class BaseCopies:
     def turn(self) -> None:
         """Copy what is due, then run retention."""
         self.courier.not_before_s = self.courier.clock.monotonic_s() + self._every_s
-        self.copy_newest()
-        self.retain()
-
-    def waiting(self) -> float | None:
-        """Do nothing while no copy is due."""
-        return None
+        try:
+            self.copy_newest()
+            self.retention.run()
+        finally:
+            # Also after errors: the other keepers must not wait for a request.
+            if self._base_in_turn is not None:
+                self.send_settled(self._base_in_turn)
 
     def copy_newest(self) -> BaseId | None:
         """Copy the newest base of the history unless it is already there; return its id.
@@ -521,12 +354,11 @@ class BaseCopies:
             DeadlineError: the tier hangs.
             InfeasibleError: a base has more objects than may be written in an hour.
         """
-        run = self.copier.run
         try:
-            inventory = scan_run(self.copier.filesystem, run, self._timelines)
+            inventory = scan_run(self._filesystem, self._run, self._timelines)
         except OSError as error:
             raise StorageError(
-                f"could not read the run to be copied: {error.strerror or error}", path=run
+                f"could not read the run to be copied: {error.strerror or error}", path=self._run
             ) from error
         committed = {base.id: base for base in inventory.bases if base.status == "committed"}
         in_history, _ = split_by_history(committed, inventory.branches)
@@ -541,32 +373,129 @@ class BaseCopies:
             self._publish(inventory)
             self._published = True
         base = committed[in_history[0]]
-        is_copied = self._place.size_of(self.copier.name(base.path / MANIFEST)) is not None
+        is_copied = self._place.size_of(self._name(base.path / MANIFEST)) is not None
         if not is_copied and not self._copy(base):
             return None
         self.courier.stats.step = base.id.step
         return base.id
 
-    def retain(self) -> None:
-        """Delete copies that are no longer needed.
-
-        Raises:
-            FencedError: a newer timeline was opened in the tier.
-            StorageError: the tier failed.
-            DeadlineError: the tier hangs.
-        """
-        self.retention.run()
-
     def _may_copy(self, base: BaseFound) -> bool:
-        """Return True if this base can be copied by this process."""
-        return True
+        """Return True if this keeper, or those of all ranks together, have the files of the base.
+
+        Files of other ranks' bases are on disks that no running keeper reads.
+        """
+        if self.group.world == 1:
+            return True
+        self._base_in_turn = base.id
+        return base.manifest is not None and len(base.manifest.markers) == self.group.world
+
+    def send_settled(self, base: BaseId) -> None:
+        """Tell the other ranks that ``base`` will not be requested any more."""
+        self.group.send(CopySettled(self.group.number, base))
 
     def _copy(self, base: BaseFound) -> bool:
         """Copy a base; return False if it cannot be copied and that is no error."""
-        assert base.manifest is not None
-        self.copier.copy_files(base, base.manifest.markers)
-        self.copier.commit(base, base.manifest)
-        return True
+        manifest = base.manifest
+        assert manifest is not None
+        group = self.group
+        if group.world == 1:
+            self._copy_files(base, manifest.markers)
+            self._write_manifest(base, manifest)
+            return True
+        with self.courier.changed:
+            self._round = CopyRound(base.id, group.followers, group.timeout_s)
+        try:
+            self._request_copies(manifest)
+            mine = manifest.markers[group.rank]
+            if not self._has_files_of(mine):
+                self._copy_files(base, [mine])
+            self._await_others(manifest)
+            self._commit(base, manifest)
+        except StorageError as error:
+            if base.id.timeline == self._place.timeline:
+                raise
+            # A base of an earlier start: hosts that stored files of it may have been replaced.
+            _log.info("%s is not copied: %s", base.id, error.message)
+            return False
+        else:
+            self.retention.all_ranks_past(base.id)
+            return True
+        finally:
+            with self.courier.changed:
+                self._round = None
+
+    def _commit(self, base: BaseFound, manifest: Manifest) -> None:
+        """Write the manifest if all files are in the tier, whatever the ranks have reported."""
+        # Checked in the tier: a report may come from a keeper whose files were lost since.
+        if missing := self._missing(manifest):
+            raise StorageError(
+                f"the copy of {base.id} is not committed: files of rank {missing[0]} are missing "
+                f"in {self._place.url}",
+                step=base.id.step,
+                rank=missing[0],
+                tier=self._place.kind,
+                path=self._place.url,
+                hint="the next base will be copied",
+            )
+        failpoint("copy.before_manifest")
+        self._write_manifest(base, manifest)
+
+    def _missing(self, manifest: Manifest) -> list[int]:
+        return [one.rank for one in manifest.markers if not self._has_files_of(one)]
+
+    def _request_copies(self, manifest: Manifest) -> None:
+        with self.courier.changed:
+            assert self._round is not None
+            ranks = self._round.tick(self.group.last_receive_s)
+        for rank in ranks:
+            self.group.send_to(rank, CopyRequest(self.group.number, Stored(manifest)))
+
+    def _await_others(self, manifest: Manifest) -> None:
+        """Wait until every rank's files are in the tier, as reported or as found there."""
+        while True:
+            # Repeated: requests and replies may be lost.
+            self._request_copies(manifest)
+            self.group.report_progress()
+            with self.courier.changed:
+                current = self._round
+                assert current is not None
+                if self.courier.closed:
+                    raise StorageError("copying was stopped while other ranks were copying")
+                if current.problems:
+                    raise self._failure(current, ())
+                if not current.waits_for:
+                    return
+                ended = tuple(r for r in current.waits_for if self.group.is_disconnected(r))
+                lost = current.silent or ended
+                if not lost:
+                    self.courier.changed.wait(_POLL_S)
+                    continue
+            # Outside the lock: this reads the tier, and messages must be handled meanwhile.
+            missing = set(self._missing(manifest))
+            if missing & set(lost):
+                raise self._failure(current, lost)
+            # Their files are there; only the message about it was lost.
+            current.there |= set(lost)
+
+    def _failure(self, current: CopyRound, lost: tuple[int, ...]) -> EverstepError:
+        """Return the error for a copy that other ranks did not complete."""
+        if current.problems:
+            rank, problem = min(current.problems.items())
+            return StorageError(
+                f"{current.base} is not copied: rank {rank} could not copy its files: {problem}",
+                step=current.base.step,
+                rank=rank,
+                tier=self._place.kind,
+                path=self._place.url,
+                hint="older copies are kept; the next base will be copied",
+            )
+        return DeadlineError(
+            f"{current.base} is not copied: no message from rank(s) {', '.join(map(str, lost))}",
+            step=current.base.step,
+            tier=self._place.kind,
+            path=self._place.url,
+            hint="their keepers have ended or hang; the next base will be copied",
+        )
 
     def _publish(self, inventory: Inventory) -> None:
         """Write the records of the run and its timelines, which define the history of the
@@ -584,11 +513,11 @@ class BaseCopies:
                 hint="use a separate place for each run",
             )
         for number in sorted(inventory.timelines):
-            path = timeline_dir(self.copier.run, number) / TIMELINE_RECORD
+            path = timeline_dir(self._run, number) / TIMELINE_RECORD
             if number > place.timeline or inventory.timelines[number] is None:
                 continue
-            name = self.copier.name(path)
-            if not place.tier.create(name, read_record_bytes(self.copier.filesystem, path)):
+            name = self._name(path)
+            if not place.tier.create(name, read_record_bytes(self._filesystem, path)):
                 raise FencedError(
                     f"timeline {number} in {place.url} was opened by another process from "
                     "the copies alone: the two histories have diverged",
@@ -600,10 +529,10 @@ class BaseCopies:
     def _verify_place(self, inventory: Inventory) -> None:
         """Verify that the place still holds this run: it was not unmounted, emptied or replaced."""
         place = self._place
-        own = timeline_dir(self.copier.run, self._place.timeline) / TIMELINE_RECORD
+        own = timeline_dir(self._run, self._place.timeline) / TIMELINE_RECORD
         records = {
             RUN_RECORD: RunRecord(inventory.run or "").encode(),
-            self.copier.name(own): read_record_bytes(self.copier.filesystem, own),
+            self._name(own): read_record_bytes(self._filesystem, own),
         }
         for name, data in records.items():
             address = f"{place.url}/{name}"
@@ -624,3 +553,140 @@ class BaseCopies:
                     path=address,
                     hint="use a separate place for each run",
                 )
+
+
+class FollowingCopies(BaseCopier):
+    """Copies of any other rank: its files of the bases that rank 0 chooses."""
+
+    def __init__(
+        self, courier: Courier, filesystem: FileSystem, run: PurePath, group: CopyGroup
+    ) -> None:
+        super().__init__(courier, filesystem, run, group)
+        self._requested: Manifest | None = None
+        # The newest base that rank 0 may still request.
+        self._expected: BaseId | None = None
+        # Rank 0 will request no base up to this one.
+        self._settled: BaseId | None = None
+        self._last_message_s = courier.clock.monotonic_s()
+        self._refusal = ""
+
+    @property
+    def busy(self) -> bool:
+        """True while files are being copied, or while rank 0 may still request some."""
+        courier = self.courier
+        with courier.changed:
+            if courier.over:
+                return False
+            if courier.at_work or courier.due:
+                return True
+            waited_s = courier.clock.monotonic_s() - self._last_message_s
+            # A keeper that ends must not wait for ever for a rank 0 that has died.
+            silent = waited_s > self.group.timeout_s
+            lost = silent or self.group.is_disconnected(COORDINATOR)
+            return self._expected is not None and not lost
+
+    def base_durable(self, base: BaseId | None = None) -> None:
+        """Expect rank 0 to decide whether this new base is copied."""
+        with self.courier.changed:
+            if base is not None and (self._settled is None or base > self._settled):
+                self._expected = base
+                # Wakes the thread, which reports from now on that this rank is alive.
+                self.courier.changed.notify_all()
+
+    def expedite(self) -> None:
+        """Wait for rank 0 no longer than the timeout from now on: the keeper is about to end."""
+        with self.courier.changed:
+            if not self.expedited:
+                self._last_message_s = self.courier.clock.monotonic_s()
+            self.expedited = True
+            self.courier.changed.notify_all()
+
+    def on_message(self, sender: int, message: CopyMessage) -> None:
+        """Handle a message about this place."""
+        courier = self.courier
+        with courier.changed:
+            if sender != COORDINATOR or courier.closed:
+                return
+            self._last_message_s = courier.clock.monotonic_s()
+            if isinstance(message, CopySettled):
+                self._mark_settled(message.base)
+            elif isinstance(message, CopyRequest):
+                self._on_request(message.manifest.record)
+            courier.changed.notify_all()
+
+    def turn(self) -> None:
+        """Copy this rank's files of the requested base, and reply."""
+        manifest = self._requested
+        assert manifest is not None
+        base = _base_of(manifest)
+        problem = ""
+        try:
+            self.copy_own_files(manifest)
+            self.courier.stats.copied += 1
+        except StorageError as error:
+            problem = error.message
+            if base.timeline == self._place.timeline:
+                raise
+            # A base of an earlier start: a replaced host never had files of it.
+            _log.info("%s is not copied: %s", base, problem)
+        except EverstepError as error:
+            problem = error.message
+            raise
+        except Exception as error:
+            problem = repr(error)
+            raise
+        finally:
+            # Also after errors: rank 0 waits for this reply.
+            with self.courier.changed:
+                self._refusal = problem or self._refusal
+                self._mark_settled(base)
+            self._reply(base, problem)
+
+    def waiting(self) -> float | None:
+        """Report that this rank is alive while rank 0 may request a copy."""
+        if self._expected is None:
+            return None
+        self.group.report_progress()
+        return self.group.report_interval_s
+
+    def copy_own_files(self, manifest: Manifest) -> None:
+        """Copy this rank's files of a base, unless they are already there.
+
+        Raises:
+            EverstepError: as :meth:`.BaseCopier._copy_files`.
+        """
+        self._place.check_fence()
+        base = _base_of(manifest)
+        mine = manifest.markers[self.group.rank]
+        if not self._has_files_of(mine):
+            path = base_dir(self._run, base.timeline, base.step)
+            found = BaseFound(base, path, "committed", manifest, None, ())
+            self._copy_files(found, [mine])
+        self.courier.stats.step = base.step
+
+    def _on_request(self, manifest: Manifest) -> None:
+        base = _base_of(manifest)
+        if self.courier.refused:
+            self._reply(base, self._refusal)
+        elif self.courier.at_work and self._requested and base == _base_of(self._requested):
+            # Repeated while it is being copied: rank 0 only wants to know that this rank is alive.
+            self.group.send(CopyProgress(self.group.number))
+        elif len(manifest.markers) != self.group.world:
+            self._reply(base, "it was saved by another number of ranks")
+        else:
+            self._requested = manifest
+            self.courier.wake()
+
+    def _mark_settled(self, base: BaseId) -> None:
+        """Note that rank 0 will not request ``base`` or an older one any more."""
+        if self._settled is None or base > self._settled:
+            self._settled = base
+        if self._expected is not None and self._expected <= self._settled:
+            self._expected = None
+
+    def _reply(self, base: BaseId, problem: str) -> None:
+        self.group.send(CopyReply(self.group.number, base, problem))
+
+
+def _base_of(manifest: Manifest) -> BaseId:
+    return BaseId(manifest.timeline, manifest.step)

@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.commit import BaseId
 from everstep.commit.job import COORDINATOR, CopyMessage
 from everstep.commit.job.messages import CopyReply, CopyRequest
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format import ShardIdentity
-from everstep.keeper.log import LogStore
-from everstep.keeper.persist import JobLink
-from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
-from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate, pace_s
-from everstep.keeper.ship.log_copies import LogCopies, shrinking
-from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
-from everstep.link.messages import KeeperStats
+from everstep.link.messages import KeeperStats, identity_from_wire
 from everstep.seams import Clock, ReadFile, Seams
 from everstep.seams.filesystem import observed
 from everstep.tiers import TierOptions
 from everstep.tiers.contract import ReadThrough, Tier
 from everstep.tiers.options import open_tier
+
+if TYPE_CHECKING:
+    from everstep.keeper.log import LogStore
+    from everstep.keeper.persist import JobLink
+    from everstep.keeper.process.duty import Handler, ServedTimeline
+    from everstep.keeper.ship.base_copies import BaseCopies, FollowingCopies
+    from everstep.keeper.ship.courier import ObjectRate
+    from everstep.keeper.ship.log_copies import LogCopies
 
 _WORDS = {
     "create": "writing",
@@ -121,62 +123,91 @@ _RETRY_S = 5.0
 
 
 class Couriers:
-    """The couriers of one timeline.
-
-    Args:
-        identity: identity of this rank; its timeline is copied.
-        post: called with errors.
-        timeout_s: seconds without progress after which a transfer counts as hung.
-        link: link to the keepers of the other ranks; None: there is one rank.
-        before: couriers of the previous timeline in the same keeper; objects they wrote within the
-            last hour count against the limit.
+    """Copies bases and log to the places in ``tiers=``: a duty of the keeper, if the trainer names
+    any.
     """
 
-    def __init__(
-        self,
-        seams: Seams,
-        run: PurePath,
-        identity: ShardIdentity,
-        post: Callable[[EverstepError], None],
-        *,
-        timeout_s: float,
-        link: JobLink | None = None,
-        before: Couriers | None = None,
-    ) -> None:
+    handlers: Mapping[str, Handler] = {}
+
+    def __init__(self, seams: Seams, run: PurePath) -> None:
         # By index of the place.
         self.bases: dict[int, BaseCopies | FollowingCopies] = {}
         self.logs: list[LogCopies] = []
         self._seams = seams
         self._run = run
-        self._identity = identity
-        self._post = post
-        self._timeout_s = timeout_s
-        self._link = link
+        self._link: JobLink | None = None
         self._tiers: list[WatchedTier] = []
         # URLs of places that hang, as reported.
         self._hanging: set[str] = set()
         # By URL or directory. Kept from one timeline to the next: the limit holds for any hour,
         # also when the trainer restarts within it.
-        self._rates: dict[str, ObjectRate] = {} if before is None else before._rates
+        self._rates: dict[str, ObjectRate] = {}
 
-    def start(self, places: Iterable[dict[str, Any]], log: LogStore) -> None:
+    def serve(self, timeline: ServedTimeline) -> None:
+        """Start to copy to the places that the trainer names."""
+        settings = timeline.settings
+        self.bases = {}
+        self.logs = []
+        self._tiers = []
+        self._hanging = set()
+        if settings.get("tiers"):
+            self.start(
+                settings["tiers"],
+                identity_from_wire(settings["identity"]),
+                timeline.log,
+                timeline.channel.post,
+                timeout_s=timeline.timeout_s,
+                link=timeline.link,
+            )
+            # An earlier keeper may have ended before it copied the newest base.
+            self.base_durable()
+
+    def start(
+        self,
+        places: Iterable[dict[str, Any]],
+        identity: ShardIdentity,
+        log: LogStore,
+        post: Callable[[EverstepError], None],
+        *,
+        timeout_s: float,
+        link: JobLink | None = None,
+    ) -> None:
         """Start to copy to these places.
 
         Args:
             places: fields of each place's :class:`~everstep.tiers.options.TierOptions`.
+            identity: identity of this rank; its timeline is copied.
             log: log of this rank.
+            post: called with errors.
+            timeout_s: seconds without progress after which a transfer counts as hung.
+            link: link to the keepers of the other ranks; None: there is one rank.
         """
+        self._link = link
+        self._post = post
         for number, fields in enumerate(places):
-            self._open(number, TierOptions(**fields), log)
-        if self._link is not None:
-            self._link.on_copies(self._on_message)
+            self._open(number, TierOptions(**fields), identity, log, timeout_s)
+        if link is not None:
+            link.on_copies(self._on_message)
 
-    def _open(self, number: int, options: TierOptions, log: LogStore) -> None:
+    def _open(
+        self,
+        number: int,
+        options: TierOptions,
+        identity: ShardIdentity,
+        log: LogStore,
+        timeout_s: float,
+    ) -> None:
+        # Loaded at first use, as most runs need none: training waits for a keeper to start.
+        from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
+        from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate, pace_s
+        from everstep.keeper.ship.log_copies import LogCopies, shrinking
+
         clock = self._seams.clock
+        files = self._seams.filesystem
         # Completed operations on the directory count as progress of its courier.
-        files = observed(self._seams.filesystem, partial(self._on_operation, number))
+        watched = observed(files, partial(self._on_operation, number))
         try:
-            opened = open_tier(options.where, files, clock=clock)
+            opened = open_tier(options.where, watched, clock=clock)
         except EverstepError as error:
             # The trainer opened it, but the keeper's environment may differ (credentials).
             self._post(error)
@@ -185,36 +216,29 @@ class Couriers:
         self._tiers.append(tier)
         rate = ObjectRate(options.objects_per_hour, clock, self._rates.get(options.where))
         self._rates[options.where] = rate
-        place = CopyPlace(tier, self._identity.timeline, rate)
+        place = CopyPlace(tier, identity.timeline, rate)
         if options.log != "none":
             every_s = pace_s(options.objects_per_hour)
             steps = LogCopies(
                 Courier(place, clock, self._post, retry_s=max(_RETRY_S, every_s)),
                 log,
-                self._identity,
+                identity,
                 batch_steps=options.log_steps,
                 lossy=shrinking(options),
                 pace_s=every_s,
             )
             steps.start()
             self.logs.append(steps)
-        bases = self._bases(number, options, Courier(place, clock, self._post))
-        bases.courier.start(bases, "everstep-base-copy")
+        courier = Courier(place, clock, self._post)
+        group = CopyGroup(self._link, clock, number, identity.rank, identity.world, timeout_s)
+        bases: BaseCopies | FollowingCopies
+        if self._link is None or identity.rank == COORDINATOR:
+            keep = options.keep or 1
+            bases = BaseCopies(courier, files, self._run, group, keep=keep, every_s=options.every_s)
+        else:
+            bases = FollowingCopies(courier, files, self._run, group)
+        courier.start(bases, "everstep-base-copy")
         self.bases[number] = bases
-
-    def _bases(
-        self, number: int, options: TierOptions, courier: Courier
-    ) -> BaseCopies | FollowingCopies:
-        files = self._seams.filesystem
-        rank = self._identity.rank
-        group = CopyGroup(
-            self._link, courier.clock, number, rank, self._identity.world, self._timeout_s
-        )
-        if self._link is not None and rank != COORDINATOR:
-            return FollowingCopies(courier, files, self._run, group)
-        kind = BaseCopies if self._link is None else LeadingCopies
-        keep = options.keep or 1
-        return kind(courier, files, self._run, group, keep=keep, every_s=options.every_s)
 
     def base_durable(self, base: BaseId | None = None) -> None:
         """Queue a new base in all places.
@@ -256,7 +280,7 @@ class Couriers:
         hanging = self._report_hanging()
         return any(one.busy and one.courier.place.tier not in hanging for one in self._all)
 
-    def close(self) -> None:
+    def close(self, *, timeout_s: float = 0.0) -> None:
         """Stop all couriers."""
         for bases in self.bases.values():
             bases.courier.close()
@@ -285,7 +309,7 @@ class Couriers:
 
     def _on_message(self, sender: int, message: CopyMessage) -> None:
         bases = self.bases.get(message.place)
-        if isinstance(bases, LeadingCopies | FollowingCopies):
+        if bases is not None:
             bases.on_message(sender, message)
         elif isinstance(message, CopyRequest) and self._link is not None:
             first = message.manifest.record.markers[0]

@@ -36,11 +36,12 @@ from everstep.format.names import (
 )
 from everstep.format.writer import digest_shard
 from everstep.keeper.log import LogStore
-from everstep.keeper.ship.courier import ROOT, SEGMENT_OBJECTS, Courier, tier_errors
+from everstep.keeper.ship.courier import ROOT, SEGMENT_OBJECTS, CopyWork, Courier
 from everstep.restore.fetch.held import copy_steps
 from everstep.run.scan import bases_keeping_log
 from everstep.seams import failpoint
 from everstep.tiers import MemoryFile, PeerOptions, TierOptions
+from everstep.tiers.files import tier_errors
 
 _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20
@@ -49,7 +50,7 @@ _SETTLE_S = 5.0
 _TOO_SLOW = "their memory was reused before that: copying is slower than logging"
 
 
-class LogCopies:
+class LogCopies(CopyWork):
     """Copies the log of one timeline to one place.
 
     Args:
@@ -137,10 +138,6 @@ class LogCopies:
         if self.courier.wake in self._log.listeners:
             self._log.listeners.remove(self.courier.wake)
         self.courier.close()
-
-    def waiting(self) -> float | None:
-        """Do nothing while no segment is due."""
-        return None
 
     def turn(self) -> None:
         """Copy all segments that are due, then run retention.

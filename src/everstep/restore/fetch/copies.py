@@ -17,18 +17,16 @@ from pathlib import PurePath
 
 from everstep.errors import (
     DamageError,
-    ForeignDirectoryError,
     FormatError,
-    RecoveryError,
     StorageError,
 )
 from everstep.format import MANIFEST, TimelineRecord, timeline_dir
 from everstep.format.names import CONDEMNED, DELETING, RUN_RECORD, TIMELINE_RECORD
 from everstep.format.reader import read_record_bytes
+from everstep.restore.fetch.rank_copies import copies_of_run, diverged, foreign
 from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams import DirEntry, FileSystem, ReadFile, WriteFile
 from everstep.tiers import Tier, read_record, write_durably
-from everstep.tiers.files import TierFileSystem
 
 # Their creation decides between processes, so link() must be exclusive in the tiers as well.
 _EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
@@ -46,14 +44,13 @@ class RunWithCopies:
 
     Attributes:
         local: file system of the disk.
-        tiers: places with copies, cheapest first.
+        places: places with copies, cheapest first.
     """
 
     def __init__(self, local: FileSystem, run: PurePath, tiers: Sequence[Tier]) -> None:
         self.local = local
         self._run = run
-        self.tiers = sorted(tiers, key=lambda tier: tier.traits.cost)
-        self._copies = [TierFileSystem(tier, run) for tier in self.tiers]
+        self.places = copies_of_run(tiers, run)
         self._read_from: dict[PurePath, Tier] = {}
         self._distrusted: set[PurePath] = set()
 
@@ -69,20 +66,15 @@ class RunWithCopies:
         Raises:
             ForeignDirectoryError: a place holds copies of another run.
         """
-        for tier in self.tiers:
+        for place in self.places:
             try:
-                file = tier.open(RUN_RECORD)
+                file = place.tier.open(RUN_RECORD)
             except FileNotFoundError:
                 continue
             with contextlib.closing(file):
                 same = read_record(file, RUN_RECORD) == run_id_record
             if not same:
-                raise ForeignDirectoryError(
-                    f"{tier.url} holds copies of another run than {self._run}",
-                    tier=tier.traits.kind,
-                    path=tier.url,
-                    hint="use a separate place for each run",
-                )
+                raise foreign(place.tier, f"of another run than {self._run}")
 
     def check_timelines(self, timelines: Mapping[int, TimelineRecord | None]) -> None:
         """Check that the disk and the copies have the same timelines.
@@ -98,29 +90,24 @@ class RunWithCopies:
         """
         for number, record in timelines.items():
             path = timeline_dir(self._run, number) / TIMELINE_RECORD
-            for tier, copy in zip(self.tiers, self._copies, strict=True):
+            for place in self.places:
                 try:
-                    theirs = TimelineRecord.decode(read_record_bytes(copy, path), path)
+                    theirs = TimelineRecord.decode(read_record_bytes(place.files, path), path)
                 except (FileNotFoundError, DamageError, FormatError):
                     # A record that is missing or damaged in a copy does not prove that the
                     # histories diverged.
                     continue
                 if record is not None and theirs != record:
-                    raise RecoveryError(
-                        f"timeline {number} of {tier.url} was opened by another process, without "
-                        "this run's disk: the copies and the disk have diverged",
-                        tier=tier.traits.kind,
-                        path=tier.url,
-                        hint="resume from one of them: omit tiers=, or give the run an empty "
-                        "folder",
-                    )
+                    raise diverged(place.tier, number)
 
     def distrust(self, directory: PurePath) -> bool:
         """Read the files of this directory from a copy from now on, since those on the disk are
         damaged. Return False if that is so already, or if there is no copy."""
         # False at the second call ends the retries of the caller: the copy is damaged as well. A
         # tier lists a missing directory as empty.
-        if directory in self._distrusted or not any(copy.scan(directory) for copy in self._copies):
+        if directory in self._distrusted or not any(
+            place.files.scan(directory) for place in self.places
+        ):
             return False
         self._distrusted.add(directory)
         return True
@@ -134,17 +121,17 @@ class RunWithCopies:
             except FileNotFoundError:
                 if not self._inside(path):
                     raise
-        for tier, copy in zip(self.tiers, self._copies, strict=True):
+        for place in self.places:
             with contextlib.suppress(FileNotFoundError):
-                file = copy.open(path)
-                self._read_from[path] = tier
+                file = place.files.open(path)
+                self._read_from[path] = place.tier
                 return file
-        return self.local.open(
-            path, direct=direct
-        )  # raises the original error if it is still missing
+        # Raises the original error if it is still missing.
+        return self.local.open(path, direct=direct)
 
     def scan(self, path: PurePath) -> list[DirEntry]:
-        places = [self.local, *(self._copies if self._inside(path) or path == self._run else [])]
+        inside = self._inside(path) or path == self._run
+        places = [self.local, *(place.files for place in self.places if inside)]
         found: dict[str, DirEntry] = {}
         missing: FileNotFoundError | None = None
         unmarked = False
@@ -174,9 +161,9 @@ class RunWithCopies:
             # All processes with these tiers take them in order of cost. The loser of a race fails
             # at the first one and leaves its record nowhere. create() accepts equal bytes, so a
             # repetition is harmless.
-            for tier in self.tiers:
-                if not tier.create(self._name(target), data):
-                    raise FileExistsError(f"{tier.url}/{self._name(target)}")
+            for place in self.places:
+                if not place.tier.create(self._name(target), data):
+                    raise FileExistsError(f"{place.tier.url}/{self._name(target)}")
         self.local.link(source, target)
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
@@ -195,9 +182,10 @@ class RunWithCopies:
             return
         except FileNotFoundError:  # the disk does not have the base
             name = self._name(path)
-        for tier, copy in zip(self.tiers, self._copies, strict=True):
+        for place in self.places:
+            tier = place.tier
             # The manifest is a pure function of the markers: other bytes there are of another base.
-            if copy.scan(path.parent) and not tier.create(name, data):
+            if place.files.scan(path.parent) and not tier.create(name, data):
                 raise StorageError(
                     f"{tier.url}/{name} does not match the markers beside it",
                     tier=tier.traits.kind,
@@ -234,7 +222,8 @@ class RunWithCopies:
         """Remove the deletion mark of a base in all places that have it."""
         # A list, since any() over a generator would stop at the first place. Each place has a mark
         # of its own (``adr/004``).
-        lifted = [uncondemn_in_tier(tier, self._name(source.parent)) for tier in self.tiers]
+        directory = self._name(source.parent)
+        lifted = [uncondemn_in_tier(place.tier, directory) for place in self.places]
         try:
             self.local.rename(source, target)
         except FileNotFoundError:

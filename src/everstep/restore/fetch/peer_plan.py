@@ -16,7 +16,7 @@ from pathlib import PurePath
 
 from everstep.commit import COPY_TIERS, BaseId
 from everstep.commit.job import Choice, Needs, Offer
-from everstep.commit.job.offers import BaseOffer, Piece, choose, merge_timelines
+from everstep.commit.job.offers import choose, merge_timelines
 from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import merge_runs
 from everstep.errors import RecoveryError
@@ -24,6 +24,7 @@ from everstep.format import Manifest, Marker, TimelineRecord, digest
 from everstep.format.message_codec import Count, Rank
 from everstep.format.records import manifest_of
 from everstep.restore.fetch.held import PeerLog, size_of
+from everstep.restore.fetch.rank_copies import add_piece
 
 _LOG_WIRE = PurePath("log of a peer")
 
@@ -296,15 +297,8 @@ def _with(offer: Offer, copies: Sequence[CopyOffer], tier: str = "peer") -> Offe
     bases = dict(offer.bases)
     timelines = dict(offer.timelines)
     for copy in copies:
-        old = bases.get(copy.base, BaseOffer({}))
-        known = old.pieces.get(copy.marker.rank)
-        # Other ranks know the marker on the disk: a second one would make the base contradictory.
-        if known is not None and known.marker != copy.marker:
-            continue
-        tiers = (tier, *(() if known is None else known.tiers))
-        pieces = {**old.pieces, copy.marker.rank: Piece(copy.marker, tiers)}
-        bases[copy.base] = replace(old, pieces=pieces)
-        if timelines.get(copy.base.timeline) is None:
+        added = add_piece(bases, copy.marker, tier)
+        if added and timelines.get(copy.base.timeline) is None:
             timelines[copy.base.timeline] = TimelineRecord.decode(copy.record, _WIRE)
     return replace(offer, bases=bases, timelines=timelines)
 

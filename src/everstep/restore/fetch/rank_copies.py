@@ -20,7 +20,7 @@ from pathlib import PurePath
 from everstep.commit import BaseId
 from everstep.commit.job import Choice, Offer
 from everstep.commit.job.offers import BaseOffer, Piece
-from everstep.errors import EverstepError, ForeignDirectoryError, RecoveryError, StorageError
+from everstep.errors import EverstepError, ForeignDirectoryError, RecoveryError
 from everstep.format import (
     MANIFEST,
     Manifest,
@@ -40,7 +40,7 @@ from everstep.seams import DirEntry, FileSystem, ReadFile
 from everstep.seams.progress import silent
 from everstep.tiers import MemoryFile, Tier, ensure_dir
 from everstep.tiers.durable_files import create_exclusive, ensure_dirs, sync_if_allowed
-from everstep.tiers.files import ReadingFileSystem, TierFileSystem
+from everstep.tiers.files import ReadingFileSystem, TierFileSystem, tier_errors
 
 
 def offer_of(
@@ -79,22 +79,24 @@ def offer_of(
             _sync_names(filesystem, found.path)
         if offer.pieces or offer.manifest is not None:
             bases[found.id] = offer
-    _add_held(bases, held)
+    for marker, tier in held:
+        add_piece(bases, marker, tier)
     timelines = dict(inventory.timelines)
     return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, tuple(lost))
 
 
-def _add_held(bases: dict[BaseId, BaseOffer], held: Iterable[tuple[Marker, str]]) -> None:
-    """Add pieces in other tiers to the offers of their bases."""
-    for marker, tier in held:
-        base = BaseId(marker.timeline, marker.step)
-        old = bases.get(base, BaseOffer({}))
-        piece = old.pieces.get(marker.rank)
-        if piece is not None and piece.marker != marker:
-            continue  # other ranks know the one on the disk
-        tiers = (tier, *(piece.tiers if piece is not None else ()))
-        pieces = {**old.pieces, marker.rank: Piece(marker, tiers)}
-        bases[base] = replace(old, pieces=pieces)
+def add_piece(bases: dict[BaseId, BaseOffer], marker: Marker, tier: str) -> bool:
+    """Add one rank's files of a base that lie in another tier; return False if other ranks know
+    another marker: the one on the disk. A second one would make the base contradictory.
+    """
+    base = BaseId(marker.timeline, marker.step)
+    old = bases.get(base, BaseOffer({}))
+    known = old.pieces.get(marker.rank)
+    if known is not None and known.marker != marker:
+        return False
+    tiers = (tier, *(() if known is None else known.tiers))
+    bases[base] = replace(old, pieces={**old.pieces, marker.rank: Piece(marker, tiers)})
+    return True
 
 
 def _is_foreign(offer: BaseOffer, run: str | None) -> bool:
@@ -326,14 +328,16 @@ class CopyOfRun:
     tier: Tier
     files: TierFileSystem
 
-    @classmethod
-    def of(cls, tier: Tier, run: PurePath) -> CopyOfRun:
-        return cls(tier, TierFileSystem(tier, run))
-
     @property
     def kind(self) -> str:
         """One of :data:`everstep.commit.retention.COPY_TIERS`."""
         return "object" if self.tier.traits.kind == "object" else "copy"
+
+
+def copies_of_run(tiers: Sequence[Tier], run: PurePath) -> tuple[CopyOfRun, ...]:
+    """Return the places with copies of a run, cheapest first."""
+    by_cost = sorted(tiers, key=lambda tier: tier.traits.cost)
+    return tuple(CopyOfRun(tier, TierFileSystem(tier, run)) for tier in by_cost)
 
 
 class Copies:
@@ -345,8 +349,7 @@ class Copies:
     """
 
     def __init__(self, tiers: Sequence[Tier], run: PurePath) -> None:
-        by_cost = sorted(tiers, key=lambda tier: tier.traits.cost)
-        self.places = tuple(CopyOfRun.of(tier, run) for tier in by_cost)
+        self.places = copies_of_run(tiers, run)
         self._small = [SmallFiles(place.files) for place in self.places]
         self._run = run
         self._found: list[tuple[CopyOfRun, Inventory]] = []
@@ -364,16 +367,10 @@ class Copies:
             StorageError: a place cannot be read.
         """
         found: str | None = None
-        for place in self.places:
-            with tier_errors():
-                try:
-                    path = self._run / RUN_RECORD
-                    record = RunRecord.decode(read_record_bytes(place.files, path), path)
-                except FileNotFoundError:
-                    continue
-            if found is not None and record.run != found:
-                raise _foreign(place.tier, f"of another run than {self.places[0].tier.url}")
-            found = record.run
+        for place, run_id in self._run_ids():
+            if found is not None and run_id not in (None, found):
+                raise foreign(place.tier, f"of another run than {self.places[0].tier.url}")
+            found = found or run_id
         return found
 
     def publish(self, run_id: str) -> None:
@@ -386,7 +383,7 @@ class Copies:
         for place in self.places:
             # create() accepts equal bytes, so every rank may publish the record.
             if not place.tier.create(RUN_RECORD, RunRecord(run_id).encode()):
-                raise _foreign(place.tier, "of another run")
+                raise foreign(place.tier, "of another run")
 
     def unseen(self, run_id: str) -> str:
         """Return the first place that does not show this run although it was published; "" if all
@@ -395,16 +392,17 @@ class Copies:
         Raises:
             StorageError: a place cannot be read.
         """
+        others = (place.tier.url for place, found in self._run_ids() if found != run_id)
+        return next(others, "")
+
+    def _run_ids(self) -> Iterator[tuple[CopyOfRun, str | None]]:
+        """Yield the places, each with the id in its run record; None if it has none."""
         path = self._run / RUN_RECORD
         for place in self.places:
-            with tier_errors():
-                try:
-                    record = RunRecord.decode(read_record_bytes(place.files, path), path)
-                except FileNotFoundError:
-                    return place.tier.url
-            if record.run != run_id:
-                return place.tier.url
-        return ""
+            run_id = None
+            with tier_errors(FileNotFoundError), contextlib.suppress(FileNotFoundError):
+                run_id = RunRecord.decode(read_record_bytes(place.files, path), path).run
+            yield place, run_id
 
     def add_to(self, offer: Offer) -> Offer:
         """Return the offer of a rank with the contents of the copies.
@@ -416,7 +414,7 @@ class Copies:
         """
         self._found = []
         for place, files in zip(self.places, self._small, strict=True):
-            with tier_errors():
+            with tier_errors(FileNotFoundError):
                 inventory = scan_run(files, self._run)
             self._found.append((place, inventory))
             offer = _with_copy(offer, place, inventory)
@@ -501,34 +499,14 @@ class Copies:
         return path.relative_to(self._run).as_posix()
 
 
-@contextlib.contextmanager
-def tier_errors() -> Iterator[None]:
-    """Re-raise a tier's own error from the file system error that wraps it."""
-    try:
-        yield
-    except FileNotFoundError:
-        # A missing object is an answer of the tier, not a failure to read it.
-        raise
-    except OSError as error:
-        if isinstance(error.__cause__, EverstepError):
-            raise error.__cause__ from None
-        raise StorageError(f"could not read a copy: {error}") from error
-
-
 def _with_copy(offer: Offer, place: CopyOfRun, inventory: Inventory) -> Offer:
     if None not in (offer.run, inventory.run) and offer.run != inventory.run:
-        raise _foreign(place.tier, "of another run than the run folder")
+        raise foreign(place.tier, "of another run than the run folder")
     timelines = dict(offer.timelines)
     for number, record in inventory.timelines.items():
         mine = timelines.get(number)
         if mine is not None and record is not None and mine != record:
-            raise RecoveryError(
-                f"timeline {number} of {place.tier.url} was opened by another process, without "
-                "this run's disk: the copies and the disk have diverged",
-                rank=offer.rank,
-                path=place.tier.url,
-                hint="resume from one of them: omit tiers=, or empty the run folders",
-            )
+            raise diverged(place.tier, number, offer.rank)
         timelines[number] = record if mine is None else mine
     bases = dict(offer.bases)
     for found in inventory.bases:
@@ -568,7 +546,20 @@ def _joined(mine: BaseOffer | None, theirs: BaseOffer, kind: str) -> BaseOffer:
     return BaseOffer(pieces, manifest)
 
 
-def _foreign(tier: Tier, of: str) -> ForeignDirectoryError:
+def diverged(tier: Tier, timeline: int, rank: int | None = None) -> RecoveryError:
+    """Return the error for copies that have another timeline of that number than the disk."""
+    return RecoveryError(
+        f"timeline {timeline} of {tier.url} was opened by another process, without this run's "
+        "disk: the copies and the disk have diverged",
+        rank=rank,
+        tier=tier.traits.kind,
+        path=tier.url,
+        hint="resume from one of them: omit tiers=, or empty the run folder (on every rank)",
+    )
+
+
+def foreign(tier: Tier, of: str) -> ForeignDirectoryError:
+    """Return the error for a place that holds copies of another run."""
     return ForeignDirectoryError(
         f"{tier.url} holds copies {of}",
         tier=tier.traits.kind,

@@ -15,7 +15,6 @@ from everstep.errors import DamageError, EverstepError, FormatError, StorageErro
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.copies import switch_to_copy
-from everstep.restore.fetch.rank_copies import tier_errors
 from everstep.run import Chain, Inventory, Skipped
 from everstep.run.chain import LogIndex
 from everstep.run.log_reads import Key, LogReads, ReadFrom, find_record, key_of
@@ -23,6 +22,7 @@ from everstep.run.segments import SegmentFound, scan_log, validated
 from everstep.seams import FileSystem
 from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
+from everstep.tiers.files import tier_errors
 
 _THREADS = 8  # segments of a copy to read at a time, as each read waits for a network
 
@@ -387,7 +387,7 @@ class _LogCopies:
             # A timeline whose record is damaged there cannot be compared with that of the disk
             # (I7).
             known = sorted(n for n, record in there.timelines.items() if record is not None)
-            with tier_errors():
+            with tier_errors(FileNotFoundError):
                 here = scan_log(
                     files,
                     self._path,

@@ -200,7 +200,7 @@ def resume_as_job_of_one(request: ResumeRequest, run_id: str) -> tuple[Resumed, 
     copies = Copies((), request.run)
     filesystem = request.seams.filesystem
     if isinstance(filesystem, RunWithCopies):  # a job reads its disk and the copies separately
-        copies = Copies(filesystem.tiers, request.run)
+        copies = Copies([place.tier for place in filesystem.places], request.run)
         request = replace(request, seams=replace(request.seams, filesystem=filesystem.local))
     disks = ("0",)
     meeting = Meeting(uuid.uuid4().hex, COORDINATOR, disks, NoMailbox(), strict=request.strict)
