@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import PurePath
 
 from everstep.format import MANIFEST
@@ -51,12 +50,9 @@ def uncondemn_in_tier(tier: Tier, directory: str) -> bool:
         EverstepError: from the tier.
     """
     name = f"{directory}/{CONDEMNED}"
-    try:
-        file = tier.open(name)
-    except FileNotFoundError:
+    record = read_record(tier, name)
+    if record is None:
         return False
-    with contextlib.closing(file):
-        record = read_record(file, name)
     # Create the manifest before the condemned record is deleted, so the base always has one of
     # them.
     if not tier.create(f"{directory}/{MANIFEST}", record):

@@ -27,6 +27,7 @@ Read a source completely and check its size.
 
 from __future__ import annotations
 
+import contextlib
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -250,14 +251,20 @@ def read_whole(source: ReadFile, name: str) -> bytes:
     return bytes(data)
 
 
-def read_record(source: ReadFile, name: str) -> bytes:
-    """Return all bytes of a small object.
+def read_record(tier: Tier, name: str) -> bytes | None:
+    """Return all bytes of a small object; None if there is no such object.
 
     Raises:
         FormatError: it is too large for a record.
         DamageError: it is shorter than its size says.
     """
-    # Before memory of this size is allocated: the storage may claim any size.
-    if source.size_bytes > RECORD_BYTES_MAX:
-        raise FormatError(f"{name}: {source.size_bytes} bytes, too many for a record", path=name)
-    return read_whole(source, name)
+    try:
+        # Opened, not listed: a listing of a store may be outdated.
+        file = tier.open(name)
+    except FileNotFoundError:
+        return None
+    with contextlib.closing(file):
+        # Before memory of this size is allocated: the storage may claim any size.
+        if file.size_bytes > RECORD_BYTES_MAX:
+            raise FormatError(f"{name}: {file.size_bytes} bytes, too many for a record", path=name)
+        return read_whole(file, name)

@@ -20,7 +20,7 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -225,42 +225,45 @@ class ObjectTier:
 
         # A small object is read before the request begins, so that no incomplete one can be sent.
         data: Any = read_whole(source, name) if size_bytes <= part_bytes else pieces()
-        failure = None
-        try:
-            self._obstore.put(
+        self._call(
+            f"write {name}",
+            name,
+            lambda: self._obstore.put(
                 self._here(),
                 name,
                 data,
                 use_multipart=size_bytes > part_bytes,
                 chunk_size=part_bytes,
                 max_concurrency=_PARTS_AT_ONCE,
-            )
-        except Exception as error:
-            failure = broken[0] if broken else self._translated(error, f"write {name}", name)
-        # Raised outside of "except", like in _call().
-        if failure is not None:
-            raise failure
+            ),
+            broken,
+        )
 
     def create(self, name: str, data: bytes) -> bool:
         check_name(name)
-        failure = None
-        there = False
-        try:
-            # The store decides between concurrent requests (If-None-Match: *).
-            self._obstore.put(self._here(), name, data, mode="create", use_multipart=False)
-        except Exception as error:
-            there = type(error).__name__ == "AlreadyExistsError"
-            failure = None if there else self._translated(error, f"create {name}", name)
-        if failure is not None:
-            raise failure
-        if not there:
+
+        def put() -> bool:
+            try:
+                # The store decides between concurrent requests (If-None-Match: *).
+                self._obstore.put(self._here(), name, data, mode="create", use_multipart=False)
+            except Exception as error:
+                if type(error).__name__ != "AlreadyExistsError":
+                    raise
+                return False
+            return True
+
+        if self._call(f"create {name}", name, put):
             return True
         # Perhaps written by an earlier request of this process whose reply was lost.
         try:
             file = self.open(name)
         except FileNotFoundError:
             # Deleted since then: a retry may succeed.
-            raise self._unreachable(f"create {name}: it was deleted meanwhile", name) from None
+            raise UnreachableError(
+                f"could not create {name}: it was deleted meanwhile",
+                tier=self.traits.kind,
+                path=self._address(name),
+            ) from None
         # The size is compared first, so that an object of another size is not read.
         return file.size_bytes == len(data) and read_whole(file, name) == data
 
@@ -294,7 +297,7 @@ class ObjectTier:
         check_name(name)
         with contextlib.suppress(FileNotFoundError):
             # S3 reports success for a missing object; other stores report that it is missing.
-            self._call(f"delete {name}", name, lambda: self._delete(name))
+            self._call(f"delete {name}", name, lambda: self._obstore.delete(self._here(), name))
 
     def sweep(self, prefix: str) -> None:
         """Do nothing: the store discards incomplete uploads by a lifecycle rule of the bucket.
@@ -335,9 +338,6 @@ class ObjectTier:
                 hint="another process is deleting objects in the same place",
             ) from None
 
-    def _delete(self, name: str) -> None:
-        self._obstore.delete(self._here(), name)
-
     def _here(self) -> Any:
         if os.getpid() != self._pid:
             raise UnavailableError(
@@ -346,12 +346,19 @@ class ObjectTier:
             )
         return self._store
 
-    def _call(self, what: str, name: str, operation: Callable[[], Any]) -> Any:
-        failure = None
+    def _call(
+        self,
+        what: str,
+        name: str,
+        operation: Callable[[], Any],
+        broken: Sequence[BaseException] = (),
+    ) -> Any:
+        """Call the client library; raise its error translated, or the one in ``broken``."""
+        failure: BaseException
         try:
             return operation()
         except Exception as error:
-            failure = self._translated(error, what, name)
+            failure = broken[0] if broken else self._translated(error, what, name)
         # Outside "except": otherwise the client's error, which may contain credentials, would
         # become the context of this one.
         raise failure
@@ -363,11 +370,6 @@ class ObjectTier:
 
     def _address(self, name: str) -> str:
         return f"{self._url}/{name}" if name else self._url
-
-    def _unreachable(self, what: str, name: str) -> UnreachableError:
-        return UnreachableError(
-            f"could not {what}", tier=self.traits.kind, path=self._address(name)
-        )
 
     def _connect(self) -> Any:
         failure = None

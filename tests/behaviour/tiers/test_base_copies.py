@@ -767,7 +767,7 @@ def test_a_place_that_is_another_one_now_gets_no_copies(run_folder: Path, tmp_pa
         copies.copy_newest()
     assert not [path for path in where.rglob("*") if path.is_file()]
     tier.create(RUN_RECORD, RunRecord("f" * 32).encode())
-    with pytest.raises(ForeignDirectoryError, match="contains another run"):
+    with pytest.raises(ForeignDirectoryError, match="holds copies of another run"):
         copies.copy_newest()
     shutil.rmtree(where)
     away.rename(where)

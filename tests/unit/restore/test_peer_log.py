@@ -21,7 +21,7 @@ from everstep.keeper.log.recall_wire import log_to_wire, recalled_from_wire
 from everstep.restore.fetch import peers, start_channel
 from everstep.restore.fetch.held import FetchedLog, PeerCopy, PeerLog, pack_steps, unpack_steps
 from everstep.restore.fetch.peer_plan import LogOffer
-from everstep.restore.fetch.peers import FetchResult, fetch_from_peers, fetch_plan
+from everstep.restore.fetch.peers import FetchResult, OfferExtras, fetch_from_peers, fetch_plan
 from everstep.run.scan import Inventory
 from everstep.seams import SystemClock
 from tests.support.ranks.boxes import Box, channel, offer, own, told
@@ -190,6 +190,7 @@ def brought(
             found[rank],
             copies[rank],
             own,
+            extras=OfferExtras(lambda choice: None),
             step=None,
             logs=logs[rank],
         )

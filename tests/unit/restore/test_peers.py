@@ -28,6 +28,7 @@ from everstep.restore.fetch.held import PeerCopy
 from everstep.restore.fetch.peers import (
     CopyOffer,
     FetchedBase,
+    OfferExtras,
     _Exchange,
     fetch_from_peers,
     fetch_plan,
@@ -138,6 +139,7 @@ def fetched(
             offers[rank],
             copies[rank],
             needs,
+            extras=OfferExtras(lambda choice: None),
             step=None,
         )
         return brought.bases

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit import BaseId, split_by_history
@@ -32,7 +33,6 @@ from everstep.errors import (
     DeadlineError,
     EverstepError,
     FencedError,
-    ForeignDirectoryError,
     InfeasibleError,
     StorageError,
 )
@@ -43,6 +43,7 @@ from everstep.format.reader import CheckedFile, read_header, read_record_bytes
 from everstep.format.records import RunRecord
 from everstep.keeper.persist import JobLink
 from everstep.keeper.ship.courier import CopyRetention, CopyWork, Courier
+from everstep.restore.fetch.rank_copies import foreign
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.seams import Clock, FileSystem, ReadFile, failpoint
 from everstep.tiers import read_record
@@ -54,10 +55,11 @@ _POLL_S = 0.1
 _REPORT_INTERVAL_MIN_S = 0.1
 
 
+@dataclass
 class CopyGroup:
     """The ranks that copy bases to one place together; one rank is a group of one.
 
-    Args:
+    Attributes:
         others: keepers of the other ranks; None: there is one rank.
         number: index of the place among the places of the job.
         rank: rank whose files are copied.
@@ -65,23 +67,18 @@ class CopyGroup:
         timeout_s: seconds without a message after which another rank is no longer waited for.
     """
 
-    def __init__(
-        self,
-        others: JobLink | None,
-        clock: Clock,
-        number: int,
-        rank: int,
-        world: int,
-        timeout_s: float,
-    ) -> None:
-        self.number = number
-        self.rank = rank
-        self.world = world
-        self.timeout_s = timeout_s
-        self.report_interval_s = max(_REPORT_INTERVAL_MIN_S, timeout_s / 10)
-        self._others = others
-        self._clock = clock
-        self._next_report_s = 0.0
+    others: JobLink | None
+    clock: Clock
+    number: int
+    rank: int
+    world: int
+    timeout_s: float
+    _next_report_s: float = 0.0
+
+    @property
+    def report_interval_s(self) -> float:
+        """Seconds between two reports of progress."""
+        return max(_REPORT_INTERVAL_MIN_S, self.timeout_s / 10)
 
     @property
     def followers(self) -> range:
@@ -91,8 +88,8 @@ class CopyGroup:
     @property
     def last_receive_s(self) -> float:
         """Time when the keepers' connections were last read."""
-        assert self._others is not None
-        return self._others.last_receive_s
+        assert self.others is not None
+        return self.others.last_receive_s
 
     def send(self, message: CopyMessage) -> None:
         """Send a message to rank 0, or from there to all other ranks; it may be lost."""
@@ -101,16 +98,16 @@ class CopyGroup:
 
     def send_to(self, rank: int, message: CopyMessage) -> None:
         """Send a message to one rank; it may be lost."""
-        if self._others is not None:
-            self._others.send(rank, message)
+        if self.others is not None:
+            self.others.send(rank, message)
 
     def is_disconnected(self, rank: int) -> bool:
         """Return True if a rank will send nothing any more."""
-        return self._others is not None and self._others.is_disconnected(rank)
+        return self.others is not None and self.others.is_disconnected(rank)
 
     def report_progress(self) -> None:
         """Send from time to time that this rank is still copying; called in any thread."""
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         # Two threads may pass this check together; a report too many does no harm.
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + self.report_interval_s
@@ -506,12 +503,7 @@ class BaseCopies(BaseCopier):
         # Encoded again instead of copied: the file on disk may be damaged, and the id is known
         # from the other records.
         if not place.tier.create(RUN_RECORD, RunRecord(inventory.run or "").encode()):
-            raise ForeignDirectoryError(
-                f"{place.url} contains another run",
-                tier=place.kind,
-                path=place.url,
-                hint="use a separate place for each run",
-            )
+            raise foreign(place.tier, "of another run")
         for number in sorted(inventory.timelines):
             path = timeline_dir(self._run, number) / TIMELINE_RECORD
             if number > place.timeline or inventory.timelines[number] is None:
@@ -535,24 +527,16 @@ class BaseCopies(BaseCopier):
             self._name(own): read_record_bytes(self._filesystem, own),
         }
         for name, data in records.items():
-            address = f"{place.url}/{name}"
-            try:
-                with contextlib.closing(place.tier.open(name)) as file:
-                    found = read_record(file, name)
-            except FileNotFoundError:
+            found = read_record(place.tier, name)
+            if found is None:
                 raise StorageError(
                     f"{name} has disappeared from {place.url}: the place was unmounted or emptied",
                     tier=place.kind,
-                    path=address,
+                    path=f"{place.url}/{name}",
                     hint="copying continues when it is back; to use a new place, restart training",
-                ) from None
-            if found != data:
-                raise ForeignDirectoryError(
-                    f"{place.url} now contains another run or another history",
-                    tier=place.kind,
-                    path=address,
-                    hint="use a separate place for each run",
                 )
+            if found != data:
+                raise foreign(place.tier, "of another run or another history now")
 
 
 class FollowingCopies(BaseCopier):

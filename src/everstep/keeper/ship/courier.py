@@ -235,15 +235,8 @@ class CopyPlace:
 
         Opens each name: a listing may be outdated.
         """
-        name = f"{directory}/{marker_name(marker.rank)}"
-        try:
-            file = self.tier.open(name)
-        except FileNotFoundError:
-            return False
-        with contextlib.closing(file):
-            if read_record(file, name) != marker.encode():
-                return False
-        return all(
+        record = read_record(self.tier, f"{directory}/{marker_name(marker.rank)}")
+        return record == marker.encode() and all(
             self.size_of(f"{directory}/{record.name}") == record.length for record in marker.files
         )
 

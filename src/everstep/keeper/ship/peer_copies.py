@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from everstep.keeper.persist.job_link import JobLink
     from everstep.keeper.process.duty import Handler, ServedTimeline
 
-# Loaded at first use: only jobs of several ranks, or with bases in memory, need them.
-
 
 class PeerCopies:
     """Copies that this keeper holds for other ranks, and the exchange with its own peer.
@@ -128,7 +126,6 @@ class PeerCopies:
         self, timeline: ServedTimeline, settings: Mapping[str, Any], link: JobLink
     ) -> None:
         from everstep.keeper.ship.log_copies import shrinking
-        from everstep.keeper.ship.senders import LogSender, Pace, PeerLink
 
         holds = bool(settings.get("holds"))
         to_peer = PeerLink(

@@ -67,13 +67,7 @@ class RunWithCopies:
             ForeignDirectoryError: a place holds copies of another run.
         """
         for place in self.places:
-            try:
-                file = place.tier.open(RUN_RECORD)
-            except FileNotFoundError:
-                continue
-            with contextlib.closing(file):
-                same = read_record(file, RUN_RECORD) == run_id_record
-            if not same:
+            if read_record(place.tier, RUN_RECORD) not in (None, run_id_record):
                 raise foreign(place.tier, f"of another run than {self._run}")
 
     def check_timelines(self, timelines: Mapping[int, TimelineRecord | None]) -> None:

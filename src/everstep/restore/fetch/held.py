@@ -86,8 +86,7 @@ class FetchedLog:
 
     def is_of(self, inventory: Inventory) -> bool:
         """Return True if this disk has the same timeline under that number, or none (I7)."""
-        known = inventory.timelines.get(self.record.timeline)
-        return known is None or known == self.record
+        return inventory.timelines.get(self.record.timeline) in (None, self.record)
 
 
 def pack_steps(records: Sequence[LogRecord]) -> PackedSteps:

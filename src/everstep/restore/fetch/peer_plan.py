@@ -160,12 +160,7 @@ def logs_needed(
 def _of(offer: Offer, logs: Sequence[LogOffer]) -> list[LogOffer]:
     """Return the held steps of a rank's log whose timeline is the one on its disk under that
     number, or unknown there (I7)."""
-    found = []
-    for log in logs:
-        known = offer.timelines.get(log.run.timeline)
-        if log.source == offer.rank and (known is None or known.encode() == log.record):
-            found.append(log)
-    return found
+    return [log for log in logs if log.source == offer.rank and _fits(log, offer)]
 
 
 def _steps(log: LogOffer) -> range:
@@ -271,7 +266,7 @@ def _of_one_start(
     return [copy for copy in copies if records[copy.base.timeline] == {copy.record}]
 
 
-def _fits(copy: CopyOffer, offer: Offer) -> bool:
+def _fits(copy: CopyOffer | LogOffer, offer: Offer) -> bool:
     """Return True if the timeline of a copy is the one that this rank knows under that number, or
     unknown to it."""
     known = offer.timelines.get(copy.base.timeline)

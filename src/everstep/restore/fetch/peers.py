@@ -197,8 +197,7 @@ class FetchedBase:
 
     def is_of(self, inventory: Inventory) -> bool:
         """Return True if this disk has the same timeline under that number, or none (I7)."""
-        known = inventory.timelines.get(self.record.timeline)
-        return known is None or known == self.record
+        return inventory.timelines.get(self.record.timeline) in (None, self.record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +269,11 @@ def fetch_from_peers(
     copies: Sequence[PeerCopy],
     needs: Needs,
     *,
+    extras: OfferExtras,
     step: int | None,
     logs: Sequence[PeerLog] = (),
     opens: OpenFile | None = None,
     room_bytes: int = 0,
-    extras: OfferExtras | None = None,
 ) -> FetchResult:
     """Fetch what this rank needs from the memory of other nodes, and from the disks of other ranks.
     Every rank calls it.
@@ -286,12 +285,12 @@ def fetch_from_peers(
         offer: what this rank can read by itself.
         copies: copies that its keeper holds for others.
         needs: which ranks' files a rank reads.
+        extras: further information for the plan.
         step: as for a resume.
         logs: steps of other ranks' logs that its keeper holds.
         opens: opens files of bases on this rank's disk, to serve them to ranks with another disk;
             None, on every rank: disks are not served.
         room_bytes: bytes that may be taken for files from other disks.
-        extras: further information for the plan; None, on every rank: none.
 
     Raises:
         DeadlineError: a rank is silent.
@@ -312,9 +311,9 @@ def fetch_from_peers(
         while True:
             attempt += 1
             plan, choice = known.plan(needs, step)
-            if extras is not None and choice is not None:
+            if choice is not None:
                 extras.planned(choice)
-            elif extras is not None and extras.left is not None and known.covers is None:
+            elif extras.left is not None and known.covers is None:
                 # Only once, and on all ranks in the same round: add_remains() is an exchange, and
                 # sets ``covers``.
                 known.add_remains(say, extras.left)
@@ -363,10 +362,10 @@ class _Announced:
         copies: Sequence[PeerCopy],
         logs: Sequence[PeerLog],
         room_bytes: int,
-        extras: OfferExtras | None,
+        extras: OfferExtras,
     ) -> _Announced:
         """Announce what this rank has, and return what all have announced."""
-        unproven = None if extras is None else extras.unproven
+        unproven = extras.unproven
         mine = _Inventory(
             encode_offer(offer),
             [(Stored(copy.marker), copy.record) for copy in copies],

@@ -206,9 +206,15 @@ def rank_contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
     """Return the same of one rank's files of any base.
 
     Trees of one of several ranks also refer to entries in the files of other ranks. Errors as of
-    :func:`contents`.
+    :func:`contents`; each tree is verified against its digest.
     """
-    return _objects(opened), opened.entries()
+    trees: dict[str, Any] = {}
+    for file, _, header, path in opened.shards:
+        for index, place in enumerate(header.placed):
+            name = place.entry.name
+            if name.startswith(OBJECT_PREFIX):
+                trees[name.removeprefix(OBJECT_PREFIX)] = read_object(file, header, index, path)
+    return trees, opened.entries()
 
 
 def check_contents(opened: Sequence[OpenBase]) -> None:
@@ -472,22 +478,6 @@ def _hint(mismatches: Sequence[tuple[str, str]], state: State) -> str:
             "resume(strict=False) without these"
         )
     return _HINT if state.ranks.world == 1 else _HINT_OF_SEVERAL
-
-
-def _objects(opened: OpenBase) -> dict[str, Any]:
-    """Return the decoded object trees by section, each verified against its digest.
-
-    Raises:
-        DamageError: names the entry.
-        FormatError: the bytes are not valid objects.
-    """
-    trees: dict[str, Any] = {}
-    for file, _, header, path in opened.shards:
-        for index, place in enumerate(header.placed):
-            name = place.entry.name
-            if name.startswith(OBJECT_PREFIX):
-                trees[name.removeprefix(OBJECT_PREFIX)] = read_object(file, header, index, path)
-    return trees
 
 
 @dataclass(slots=True)

@@ -389,9 +389,7 @@ class SavedRanks:
     def _view_of_new_rank(self, view: View, state: State) -> None:
         mine = state.ranks.rank
         like = self._matching_rank(state)
-        sections = list(dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]))
-        for section in sections:
-            ranks = [rank for rank in self.ranks if section in self._objects[rank]]
+        for section, ranks in self._ranks_by_section().items():
             provider = state.providers.get(section)
             if provider is None and like is not None:
                 continue  # the matching rank did not have it either
@@ -441,8 +439,7 @@ class SavedRanks:
         else is acceptable: tensors of another rank are not its own.
         """
         mine = state.ranks.rank
-        for section in dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]):
-            ranks = [rank for rank in self.ranks if section in self._objects[rank]]
+        for section, ranks in self._ranks_by_section().items():
             source = ranks[mine % len(ranks)]
             provider = state.providers.get(section)
             if isinstance(provider, ModuleProvider | OptimizerProvider):
@@ -462,6 +459,13 @@ class SavedRanks:
     def _missing_ranks(self) -> list[int]:
         return sorted(set(range(self.world)) - set(self.ranks))
 
+    def _ranks_by_section(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            for section in self._objects[rank]:
+                found.setdefault(section, []).append(rank)
+        return found
+
     def _is_identical(self, section: str, ranks: Sequence[int]) -> bool:
         """Return True if all ranks had the same per-rank content in a section."""
         return len({self._fingerprint(section, rank) for rank in ranks}) == 1
@@ -478,8 +482,7 @@ class SavedRanks:
 
     def _note_dropped(self, view: View, ranks: RankInfo) -> None:
         """Note the per-rank state of ranks that no longer exist."""
-        for section in dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]):
-            having = [rank for rank in self.ranks if section in self._objects[rank]]
+        for section, having in self._ranks_by_section().items():
             dropped = [rank for rank in having if rank >= ranks.world]
             if not dropped or self._is_identical(section, having):
                 continue

@@ -158,16 +158,7 @@ class JobStart:
             return None
 
         def fetch(others: StartChannel, offer: Offer, extras: OfferExtras) -> FetchResult:
-            options: dict[str, Any] = {
-                "step": request.step,
-                "logs": request.recalled.logs if request.restores else (),
-                "extras": OfferExtras(extras.planned),
-            }
-            if self._shared.has_several_disks:
-                options["opens"] = run_file_opener(request.seams.filesystem, request.run)
-                options["extras"] = extras
-                # All ranks of this node may fetch at once, into half of what is available.
-                options["room_bytes"] = memory_available_bytes() // (2 * self._info.here)
+            several = self._shared.has_several_disks
             return fetch_from_peers(
                 others,
                 request.seams.clock,
@@ -175,7 +166,12 @@ class JobStart:
                 offer,
                 request.recalled.copies,
                 needs,
-                **options,
+                extras=extras if several else OfferExtras(extras.planned),
+                step=request.step,
+                logs=request.recalled.logs if request.restores else (),
+                opens=run_file_opener(request.seams.filesystem, request.run) if several else None,
+                # All ranks of this node may fetch at once, into half of what is available.
+                room_bytes=memory_available_bytes() // (2 * self._info.here) if several else 0,
             )
 
         return fetch
