@@ -13,9 +13,9 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import SegmentQueue
-from everstep.keeper.ship.courier import CopyPlace, CopyStats, Courier, ObjectRate, pace_s
+from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate, pace_s
 from everstep.keeper.ship.log_copies import LogCopies
-from everstep.keeper.ship.senders import LogSender
+from everstep.keeper.ship.senders import CopyStats, LogSender
 from everstep.restore.fetch.held import PeerLog, pack_steps
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock

@@ -48,7 +48,7 @@ def test_each_base_ends_in_the_memory_of_the_next_node() -> None:
     ring.take(B)
     ring.run()
     assert [ring.held(rank) for rank in range(3)] == [[(2, 20)], [(0, 20)], [(1, 20)]]
-    assert [one.bases.stats.sent for one in ring.ranks] == [2, 2, 2]
+    assert [one.bases.stats.copied for one in ring.ranks] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -246,10 +246,10 @@ def test_a_slow_peer_is_not_buried(part_s: float, monkeypatch: pytest.MonkeyPatc
     assert ring.most_on_way_bytes <= 220_000, "four parts, and questions"
     stats = ring.ranks[0].bases.stats
     assert ring.held(1) == [(0, 30)]
-    assert (stats.sent, stats.missed, stats.failed) == (2, 1, 0)
+    assert (stats.copied, stats.missed, stats.failed) == (2, 1, 0)
     (notice,) = ring.notices[0]
     assert "still being sent while the next one is already durable" in str(notice)
-    assert ring.arrived_bytes <= 1.2 * stats.sent_bytes, "hardly anything is sent twice"
+    assert ring.arrived_bytes <= 1.2 * stats.copied_bytes, "hardly anything is sent twice"
 
 
 def test_a_peer_that_stands_still_for_a_while_is_not_buried(
@@ -286,7 +286,7 @@ def test_bases_that_come_too_fast_are_counted_and_said() -> None:
     for rank in (0, 1):
         stats = ring.ranks[rank].bases.stats
         assert stats.missed >= 1
-        assert stats.sent + stats.missed == len(bases)
+        assert stats.copied + stats.missed == len(bases)
         assert ring.held(rank) == [(1 - rank, 40)]
         (notice,) = ring.notices[rank]
         assert "every=" in str(notice)
@@ -369,7 +369,7 @@ class ClosedMeanwhile:
 
     def __init__(self, copies: PeerCopies) -> None:
         self._copies = copies
-        self.stats = SimpleNamespace(sent=3, sent_bytes=9, missed=1)
+        self.stats = SimpleNamespace(copied=3, copied_bytes=9, missed=1)
 
     @property
     def bases(self) -> ClosedMeanwhile:

@@ -55,7 +55,7 @@ _POLL_S = 0.1
 _REPORT_INTERVAL_MIN_S = 0.1
 
 
-@dataclass
+@dataclass(eq=False)
 class CopyGroup:
     """The ranks that copy bases to one place together; one rank is a group of one.
 

@@ -29,7 +29,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Protocol
 
@@ -47,6 +46,7 @@ from everstep.format import MANIFEST, Marker, timeline_dir
 from everstep.format.names import CONDEMNED, TIMELINE_RECORD, marker_name, parse_marker
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain import ReadBack
+from everstep.keeper.ship.senders import CopyStats
 from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams import Clock
@@ -430,25 +430,6 @@ def _name(base: BaseFound, name: str = "") -> str:
 
 _log = logging.getLogger("everstep.keeper")
 _STOP_TIMEOUT_S = 5.0
-
-
-@dataclass(slots=True)
-class CopyStats:
-    """Figures of a courier since it started.
-
-    Attributes:
-        copied: bases, or steps of the log, that were copied.
-        copied_bytes: bytes that were copied.
-        step: step of the newest copy.
-        missed: steps of the log that will not be copied: their memory was released before.
-        failed: failed attempts.
-    """
-
-    copied: int = 0
-    copied_bytes: int = 0
-    step: int | None = None
-    missed: int = 0
-    failed: int = 0
 
 
 class CopyWork(Protocol):

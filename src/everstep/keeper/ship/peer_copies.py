@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -218,11 +219,11 @@ class PeerCopies:
         if exchange is None:
             return
         sent = exchange.bases.stats
-        stats.peered = sent.sent
-        stats.peered_bytes = sent.sent_bytes
+        stats.peered = sent.copied
+        stats.peered_bytes = sent.copied_bytes
         stats.peers_passed_over = sent.missed
         if exchange.log is not None:
-            stats.peered_steps = exchange.log.stats.sent
+            stats.peered_steps = exchange.log.stats.copied
             stats.peer_missed = exchange.log.stats.missed
 
     def close(self, *, timeout_s: float = 0.0) -> None:
@@ -291,6 +292,7 @@ class PeerCopies:
         return HeldBase(marker, files, durable=True)
 
 
+@dataclass(eq=False)
 class _MemoryOrDiskFile:
     """A file read from memory while it is held there, and from disk after that.
 
@@ -298,26 +300,23 @@ class _MemoryOrDiskFile:
     digest, which the receiver reports.
     """
 
-    def __init__(
-        self, memory: ReadFile, is_there: Callable[[], bool], open_file: Callable[[], ReadFile]
-    ) -> None:
-        self._memory = memory
-        self._is_there = is_there
-        self._open = open_file
-        self._disk: ReadFile | None = None
+    memory: ReadFile
+    is_there: Callable[[], bool]
+    open_file: Callable[[], ReadFile]
+    _disk: ReadFile | None = field(default=None, init=False)
 
     @property
     def size_bytes(self) -> int:
-        return self._memory.size_bytes
+        return self.memory.size_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         # Checked before and after: the capture may be dropped, and its memory reused, meanwhile.
-        if self._is_there():
-            got = self._memory.read_into(buffer, offset)
-            if self._is_there():
+        if self.is_there():
+            got = self.memory.read_into(buffer, offset)
+            if self.is_there():
                 return got
         if self._disk is None:
-            self._disk = self._open()
+            self._disk = self.open_file()
         return self._disk.read_into(buffer, offset)
 
     def close(self) -> None:

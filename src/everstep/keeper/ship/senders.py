@@ -45,22 +45,22 @@ _CHUNKS_IN_FLIGHT_MAX = 4
 
 
 @dataclass(slots=True)
-class SendStats:
-    """Figures about bases, or steps of the log, since the start.
+class CopyStats:
+    """Figures about copies of bases, or of steps of the log, since the start.
 
     Attributes:
-        sent: bases or steps that the peer has received completely.
-        sent_bytes: their bytes.
-        step: newest step of the log that the peer has received.
+        copied: bases or steps that were copied completely.
+        copied_bytes: their bytes.
+        step: newest step that was copied.
         missed: bases that became durable while an older one was being sent and were overtaken by a
-            newer one: the interval is too short for the link. Or steps that the peer will not get,
-            as they were released before they could be sent or did not fit into its memory: later
-            steps are useless to it until the next base.
-        failed: bases that could not be sent.
+            newer one: the interval is too short for the link. Or steps that will not be copied, as
+            they were released before, or did not fit into the memory of the peer: later steps are
+            useless until the next base.
+        failed: failed attempts.
     """
 
-    sent: int = 0
-    sent_bytes: int = 0
+    copied: int = 0
+    copied_bytes: int = 0
     step: int | None = None
     missed: int = 0
     failed: int = 0
@@ -303,7 +303,7 @@ class LogSender:
         shrink: Callable[[LogRecord], LogRecord] | None = None,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self.stats = SendStats()
+        self.stats = CopyStats()
         self._link = link
         self._log = log
         self._timeline = timeline
@@ -412,8 +412,8 @@ class LogSender:
 
     def _confirmed(self, one: _LogTransfer) -> None:
         run = one.steps.run
-        self.stats.sent += len(run.lsns)
-        self.stats.sent_bytes += one.size_bytes
+        self.stats.copied += len(run.lsns)
+        self.stats.copied_bytes += one.size_bytes
         self.stats.step = run.last
         self._before = one.steps
         self._past(one)
@@ -548,7 +548,7 @@ class BaseSender:
         find: Callable[[BaseId], Source | None],
         deliver: Callable[[int, Message], None],
     ) -> None:
-        self.stats = SendStats()
+        self.stats = CopyStats()
         self._link = link
         self._pace = pace
         self._find = find
@@ -633,8 +633,8 @@ class BaseSender:
             return
         one.transfer.acknowledge(message.received_bytes)
         if message.whole:
-            self.stats.sent += 1
-            self.stats.sent_bytes += one.transfer.size_bytes
+            self.stats.copied += 1
+            self.stats.copied_bytes += one.transfer.size_bytes
             self._finish(one, "whole")
 
     def fail(self, reason: str) -> None:

@@ -96,10 +96,7 @@ def pack_steps(records: Sequence[LogRecord]) -> PackedSteps:
         DamageError: a record changed since it arrived: its memory was reused, or a bit flipped.
         FormatError: the steps are incomplete or not consecutive.
     """
-    run = run_of([record.head for record in records])
-    memory, index_bytes = lay_out_records(records)
-    index = memory[memory.nbytes - index_bytes :]
-    found = PackedSteps(run, memory, index_bytes, digest(index))
+    found = _packed(records)
     # Verifies the copy, not the records: their memory may have been reused during the copying.
     unpack_steps(found)
     return found
@@ -108,9 +105,13 @@ def pack_steps(records: Sequence[LogRecord]) -> PackedSteps:
 def copy_steps(records: Sequence[LogRecord]) -> list[LogRecord]:
     """Copy complete consecutive steps into memory of their own, every byte verified; errors as for
     :func:`pack_steps`."""
+    return unpack_steps(_packed(records))
+
+
+def _packed(records: Sequence[LogRecord]) -> PackedSteps:
     run = run_of([record.head for record in records])
     memory, index_bytes = lay_out_records(records)
-    return records_from_pack(run.timeline, memory, index_bytes, digest(memory[-index_bytes:]))
+    return PackedSteps(run, memory, index_bytes, digest(memory[memory.nbytes - index_bytes :]))
 
 
 def lay_out_records(records: Sequence[LogRecord]) -> tuple[memoryview, int]:

@@ -36,6 +36,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import PurePath
 from typing import Any
 
@@ -456,29 +457,28 @@ class NodeStart:
             self._window.close()
 
 
+@dataclass(eq=False)
 class NodeReads:
     """One rank's reads through the memory of its node.
 
-    Args:
+    Attributes:
         window: shared memory.
         ranks: ranks of this node.
         needs: which ranks' files a rank reads.
         local: files on this rank's disk are not shared.
     """
 
-    def __init__(
-        self, window: NodeWindow, ranks: Sequence[int], needs: Needs, *, local: bool
-    ) -> None:
-        self._window = window
-        self._ranks = ranks
-        self._needs = needs
-        self._local = local
-        self._cells: dict[str, int] = {}
-        self._common: set[int] = set()
+    window: NodeWindow
+    ranks: Sequence[int]
+    needs: Needs
+    _: KW_ONLY
+    local: bool
+    _cells: dict[str, int] = field(default_factory=dict, init=False)
+    _common: set[int] = field(default_factory=set, init=False)
 
     def needs_alone(self, rank: int, manifest: Manifest) -> Collection[int]:
         """Return the ranks whose files this rank reads, and no other rank of its node."""
-        return [one for one in self._needs(rank, manifest) if self._readers(one, manifest) < 2]
+        return [one for one in self.needs(rank, manifest) if self._readers(one, manifest) < 2]
 
     def begin(self, base: BaseFound, places: Mapping[int, Place]) -> bool:
         """Prepare to read a base from these places.
@@ -494,7 +494,7 @@ class NodeReads:
             number
             for number, place in places.items()
             if place.name
-            and not (self._local and place.source.tier == "disk")
+            and not (self.local and place.source.tier == "disk")
             and self._readers(number, manifest) > 1
         }
         self._cells = {}
@@ -508,9 +508,9 @@ class NodeReads:
         if not self._common:
             # Without this the other ranks would keep their cells for this one until they give up
             # waiting.
-            self._window.end()
+            self.window.end()
             return False
-        self._window.begin()
+        self.window.begin()
         return True
 
     def share(self, opened: OpenBase, place: Place) -> None:
@@ -523,45 +523,43 @@ class NodeReads:
 
     def end(self) -> None:
         """Announce that this rank reads nothing more of the base."""
-        self._window.end()
+        self.window.end()
 
     def _readers(self, number: int, manifest: Manifest) -> int:
         """Return how many ranks of this node read the files of rank ``number``."""
-        return sum(number in self._needs(rank, manifest) for rank in self._ranks)
+        return sum(number in self.needs(rank, manifest) for rank in self.ranks)
 
     def _file(self, file: ReadFile, place: Place, path: PurePath, body_at: int) -> ReadFile:
         # The place is part of the name, as a copy elsewhere may be damaged while this one is
         # intact.
         source = bytes.fromhex(digest(f"{place.source.tier} {place.name} {path}".encode()))
-        return _NodeFile(file, self._window, source, body_at, self._cells[path.name])
+        return _NodeFile(file, self.window, source, body_at, self._cells[path.name])
 
 
+@dataclass(eq=False)
 class _NodeFile:
     """File whose body is read in cells.
 
-    Args:
+    Attributes:
         body_at: offset of the body.
         first: number of its first cell.
     """
 
-    def __init__(
-        self, file: ReadFile, window: NodeWindow, source: bytes, body_at: int, first: int
-    ) -> None:
-        self._file = file
-        self._window = window
-        self._source = source
-        self._body_at = body_at
-        self._first = first
+    file: ReadFile
+    window: NodeWindow
+    source: bytes
+    body_at: int
+    first: int
 
     @property
     def size_bytes(self) -> int:
-        return self._file.size_bytes
+        return self.file.size_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        begin = offset - self._body_at
+        begin = offset - self.body_at
         # Unaligned reads are of small objects, which no other rank needs.
         if begin < 0 or begin % DIRECT_ALIGNMENT_BYTES or buffer.nbytes % DIRECT_ALIGNMENT_BYTES:
-            return self._file.read_into(buffer, offset)
+            return self.file.read_into(buffer, offset)
         done = 0
         while done < buffer.nbytes:
             cell, at = divmod(begin + done, CELL_BYTES)
@@ -577,16 +575,16 @@ class _NodeFile:
         return done
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def _read_chunk(
         self, cell: int, at: int, chunk: memoryview, available: int, offset: int
     ) -> int:
-        return self._window.take(
-            self._first + cell,
-            self._source,
+        return self.window.take(
+            self.first + cell,
+            self.source,
             at,
             chunk,
             available,
-            lambda buffer: self._file.read_into(buffer, offset),
+            lambda buffer: self.file.read_into(buffer, offset),
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -73,37 +73,37 @@ def _open(filesystem: FileSystem, run: PurePath, base: BaseId, name: str) -> Rea
     return filesystem.open(base_dir(run, base.timeline, base.step) / name, direct=False)
 
 
+@dataclass(eq=False)
 class ServedFiles:
     """One rank's files of a base, addressed as one sequence of bytes. Files are opened at the first
     request, and the receiver verifies them."""
 
-    def __init__(self, opens: OpenFile, base: BaseId, marker: Marker) -> None:
-        self._opens = opens
-        self._base = base
-        self._marker = marker
-        self._files: dict[str, ReadFile] = {}
+    opens: OpenFile
+    base: BaseId
+    marker: Marker
+    _files: dict[str, ReadFile] = field(default_factory=dict, init=False)
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         """Return these bytes, as far as the files reach; b"" if they cannot be read."""
-        data = bytearray(max(0, min(size_bytes, size_of(self._marker) - offset)))
+        data = bytearray(max(0, min(size_bytes, size_of(self.marker) - offset)))
         try:
             self._read_into(memoryview(data), offset)
         except (OSError, EverstepError) as error:
             # An empty reply lets the other rank plan without this source. An exception would end
             # the start on all ranks.
-            _log.warning("%s of rank %d: %s", self._base, self._marker.rank, error)
+            _log.warning("%s of rank %d: %s", self.base, self.marker.rank, error)
             return b""
         return bytes(data)
 
     def _read_into(self, data: memoryview, offset: int) -> None:
         begin = 0
-        for record in self._marker.files:
+        for record in self.marker.files:
             first = max(offset, begin)
             last = min(offset + data.nbytes, begin + record.length)
             if first < last:
                 file = self._files.get(record.name)
                 if file is None:
-                    file = self._files[record.name] = self._opens(self._base, record.name)
+                    file = self._files[record.name] = self.opens(self.base, record.name)
                 chunk = data[first - offset : last - offset]
                 if file.read_into(chunk, first - begin) != chunk.nbytes:
                     raise OSError(f"{record.name} is shorter than its record")

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TypeVar
 
@@ -219,21 +219,21 @@ def read_from_places(
     return None
 
 
+@dataclass(eq=False)
 class CopiesAhead:
     """Read-ahead of a base, and of the log after it, from copies.
 
-    Args:
+    Attributes:
         run: run folder.
         rank: this rank.
         needs: which ranks' files a rank reads ahead.
     """
 
-    def __init__(self, run: PurePath, rank: int, needs: Needs) -> None:
-        self._run = run
-        self._rank = rank
-        self._needs = needs
-        self._base: BaseId | None = None
-        self._ahead: dict[FileSystem, FilesAhead] = {}
+    run: PurePath
+    rank: int
+    needs: Needs
+    _base: BaseId | None = field(default=None, init=False)
+    _ahead: dict[FileSystem, FilesAhead] = field(default_factory=dict, init=False)
 
     def begin(
         self,
@@ -257,15 +257,15 @@ class CopiesAhead:
         if base is None or manifest is None:
             return
         self._base = base
-        wanted = self._needs(self._rank, manifest)
+        wanted = self.needs(self.rank, manifest)
         for marker in manifest.markers:
             # The sources are sorted by cost: if the first is no copy, this rank reads the files
             # elsewhere.
-            here = [s.tier for s in choice.sources[marker.rank] if s.rank == self._rank]
+            here = [s.tier for s in choice.sources[marker.rank] if s.rank == self.rank]
             if marker.rank not in wanted or not here or here[0] not in COPY_TIERS:
                 continue
             copy = next(copy for copy in places if copy.kind == here[0])
-            folder = base_dir(self._run, base.timeline, base.step)
+            folder = base_dir(self.run, base.timeline, base.step)
             for record in marker.files:
                 self._begin(copy.files, folder / record.name, record.length)
         left_bytes = min(_LOG_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)

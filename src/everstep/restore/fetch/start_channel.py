@@ -187,7 +187,9 @@ class StartChannel:
         """
         waits = [rank for rank in waits_for if rank != self._meeting.rank]
         # A closed connection alone proves nothing: it may break, and a busy rank reconnects late.
-        gone = [rank for rank in waits if self._silent_s(rank) > _GONE_S and self._is_gone(rank)]
+        mailbox = self._meeting.mailbox
+        quiet = [rank for rank in waits if self._silent_s(rank) > _GONE_S]
+        gone = [rank for rank in quiet if mailbox.is_disconnected(rank)]
         silent = [rank for rank in waits if self._silent_s(rank) > self._timeout_s]
         if not gone and not silent:
             return
@@ -218,9 +220,6 @@ class StartChannel:
 
     def _silent_s(self, rank: int) -> float:
         return self._listened_s - self._heard_s[rank]
-
-    def _is_gone(self, rank: int) -> bool:
-        return self._meeting.mailbox.is_disconnected(rank)
 
     def _last(self, rank: int) -> str:
         if rank not in self._does:

@@ -8,7 +8,7 @@ for per-rank state (``docs/design/ranks.md``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 import numpy as np
@@ -152,19 +152,19 @@ def _logged_slice(
     return slice_ if live is not None or template is None else dtensor_over(template, slice_)
 
 
+@dataclass(eq=False)
 class ReshardedSamples:
     """Comparison of this rank's tensors with the samples in marks of other ranks
     (:mod:`everstep.capture.mark_samples`).
 
-    Args:
+    Attributes:
         source_rank: see :func:`.gradients.source_rank_of`; selects among different tensors of one
             name.
     """
 
-    def __init__(self, layout: SavedLayout, source_rank: int) -> None:
-        self._layout = layout
-        self._giver = source_rank
-        self._entries: dict[int, list[Entry]] = {}
+    layout: SavedLayout
+    source_rank: int
+    _entries: dict[int, list[Entry]] = field(default_factory=dict, init=False)
 
     def first_difference(
         self, marks: Mapping[int, LogRecord], tensors: Mapping[str, torch.Tensor]
@@ -181,7 +181,7 @@ class ReshardedSamples:
         for rank, mark in marks.items():
             for entry, at, values in self._samples(rank, mark):
                 live = tensors.get(entry.name)
-                if live is None or not Placement.parse(entry.placement).holds(self._giver):
+                if live is None or not Placement.parse(entry.placement).holds(self.source_rank):
                     continue
                 if _differs(entry, at, values, live):
                     return entry.name
@@ -201,7 +201,7 @@ class ReshardedSamples:
         if which is None:
             return
         if rank not in self._entries:
-            self._entries[rank] = [e for _, e in sorted(self._layout.entries(rank).items())]
+            self._entries[rank] = [e for _, e in sorted(self.layout.entries(rank).items())]
         entries = self._entries[rank]
         used = dict.fromkeys(logged, 0)
         if which.size != (len(entries) + 7) // 8:
