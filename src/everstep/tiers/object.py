@@ -75,62 +75,39 @@ def translate_error(error: BaseException, what: str, address: str) -> Exception:
     code = _first(_CODE, text)
     kind = type(error).__name__
     reason = f"status {status} {code}".rstrip() if status else code or _transport(text)
-    where: dict[str, Any] = {"tier": "object", "path": address}
+
+    def failure(kind_of_error: type[StorageError], problem: str, hint: str) -> StorageError:
+        return kind_of_error(f"could not {what}: {problem}", tier="object", path=address, hint=hint)
+
     # Before FileNotFoundError: a missing bucket must not look like a run without this object.
     if code in _NO_PLACE:
-        return StorageError(
-            f"could not {what}: the store has no such bucket or container",
-            hint="create it first, or correct the URL",
-            **where,
-        )
+        problem = "the store has no such bucket or container"
+        return failure(StorageError, problem, "create it first, or correct the URL")
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"{address}: there is no such object")
     # With a code the store itself has replied, so there were credentials.
     if any(address in text for address in _METADATA_SERVICE) and not code:
-        return PermissionDeniedError(
-            f"could not {what}: no credentials were found",
-            hint="set them in the environment as for any client of this store, or use a profile",
-            **where,
-        )
+        hint = "set them in the environment as for any client of this store, or use a profile"
+        return failure(PermissionDeniedError, "no credentials were found", hint)
     if code in _SKEWED:
-        return PermissionDeniedError(
-            f"could not {what}: {reason}",
-            hint="correct the clock of this machine: requests are signed with the time",
-            **where,
-        )
+        hint = "correct the clock of this machine: requests are signed with the time"
+        return failure(PermissionDeniedError, reason, hint)
     if kind in _DENIED or status in (401, 403) or code in _EXPIRED:
-        expired = code in _EXPIRED
-        return PermissionDeniedError(
-            f"could not {what}: the credentials {'have expired' if expired else 'were refused'} "
-            f"({reason})",
-            hint="check that they are valid, and their permissions for this bucket",
-            **where,
-        )
+        verdict = "have expired" if code in _EXPIRED else "were refused"
+        hint = "check that they are valid, and their permissions for this bucket"
+        return failure(PermissionDeniedError, f"the credentials {verdict} ({reason})", hint)
     if status == 507 or code in _FULL:
-        return OutOfSpaceError(
-            f"could not {what}: {reason}", hint="free space in the store", **where
-        )
+        return failure(OutOfSpaceError, reason, "free space in the store")
     # The e-tag sent with a read is no longer that of the object. A retry would fail the same way.
     if kind == "PreconditionError":
-        return StorageError(
-            f"could not {what}: the object was replaced during the operation",
-            hint="another process is writing to the same place",
-            **where,
-        )
+        problem = "the object was replaced during the operation"
+        return failure(StorageError, problem, "another process is writing to the same place")
     busy = status in (408, 425, 429) or (status or 0) >= 500 or code in _BUSY
     # Without a status no complete reply was received: no connection, a timeout, or a reply that was
     # cut off.
     if busy or (status is None and kind == "GenericError"):
-        return UnreachableError(
-            f"could not {what}: {reason}",
-            hint="check the store and the network to it",
-            **where,
-        )
-    return StorageError(
-        f"could not {what}: {reason}",
-        hint="check the store, its URL and its options",
-        **where,
-    )
+        return failure(UnreachableError, reason, "check the store and the network to it")
+    return failure(StorageError, reason, "check the store, its URL and its options")
 
 
 def _status(text: str) -> int | None:
