@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,6 +56,9 @@ from everstep.state.ranks import SkippedState
 from everstep.state.training_state import NOT_IN_STATE, State
 from everstep.state.values.tensors import host_bytes, local_tensor
 from everstep.state.values.tree import join, references
+
+if TYPE_CHECKING:
+    from everstep.restore.offline.rank_files import CompletedFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +101,7 @@ class Reads:
         )
 
 
-class CompletedRank(Protocol):
-    """One rank's files of a multi-step base, with every entry replayed to the step of the base.
-
-    Attributes:
-        updates: number of updates replayed.
-        doubt: why the entries may differ from those of training; "" if they are exact.
-    """
-
-    @property
-    def updates(self) -> int: ...
-
-    @property
-    def doubt(self) -> str: ...
-
-    def digests(self) -> Mapping[str, str]:
-        """Return the digests of all entries, by name."""
-        ...
-
-    def fill(self, fills: Iterable[Fill]) -> set[str]:
-        """Copy pieces of these files to their destinations and return their names."""
-        ...
-
-
-CompleteRank = Callable[[OpenBase], CompletedRank]
+CompleteRank = Callable[[OpenBase], "CompletedFiles"]
 """Replays the redo file of one rank's files, so that all entries are of the step of the base."""
 
 _HINT_NEW_FOLDER = "to start over use another folder"
