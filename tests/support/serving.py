@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.checkpointer import Checkpointer
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, KeeperError, KeeperTimeoutError

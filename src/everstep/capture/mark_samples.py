@@ -21,8 +21,7 @@ import numpy.typing as npt
 import torch
 
 from everstep.errors import FormatError
-from everstep.seams.gather import Gather
-from everstep.seams.memory import memory_at
+from everstep.seams.memory import Gather, memory_at
 from everstep.state.layout.entries import SPOT
 from everstep.state.survey import same_objects
 

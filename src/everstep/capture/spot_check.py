@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from everstep.seams.gather import Gather
+from everstep.seams.memory import Gather
 from everstep.state.layout import SAMPLE, ShardLayout
 from everstep.state.layout.shards import plan_shards
 from everstep.state.survey import Survey, same_objects

@@ -20,8 +20,7 @@ from everstep.format.log import RecordHead
 from everstep.replay.exactness import options_refusal, refusal
 from everstep.state.layout import Entry, ShardLayout
 from everstep.state.layout.entries import INDICES, INT8, SCALES, VALUES, shape_digest
-from everstep.state.layout.lru import LRUCache
-from everstep.state.layout.shards import plan_shards
+from everstep.state.layout.shards import LRUCache, plan_shards
 from everstep.state.providers import OptimizerProvider, local_optimizer
 from everstep.state.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State

@@ -32,8 +32,7 @@ from everstep.seams import PosixFileSystem
 from everstep.seams.locks import LockedFile, file_identity, lock_file, same_file, try_lock
 from everstep.seams.machine import resolve_path
 from everstep.seams.processes import RUNTIME_DIR_VARIABLE, PidWatch
-from everstep.seams.processes.processes import has_file_open
-from everstep.seams.processes.runtime import refresh_times, runtime_folder
+from everstep.seams.processes.processes import has_file_open, refresh_times, runtime_folder
 from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX, listen_at
 
 _GATE = "registry.lock"

@@ -121,26 +121,23 @@ class _Reading:
             self._note(str(of or self._base.path), error)
             return
         try:
-            for file, record, header, path in opened.files:
-                self.entries += len(header.placed)
-                self.size_bytes += record.length
+            for shard in opened.files:
+                self.entries += len(shard.header.placed)
+                self.size_bytes += shard.record.length
                 # All damaged entries of a file are listed, not only the first.
                 found: list[DamageError] = []
                 try:
                     read_body(
-                        file,
-                        header,
-                        record,
-                        path,
+                        shard,
                         self._ring,
                         timeout_s=self._timeout_s,
                         progress=self._progress,
                         on_damage=found.append,
                     )
                 except _BAD as error:
-                    self._note(str(path), error)
+                    self._note(str(shard.path), error)
                 for damage in found:
-                    self._note(str(path), damage)
+                    self._note(str(shard.path), damage)
         except _BAD as error:
             self._note(str(self._base.path), error)
         finally:

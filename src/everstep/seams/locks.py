@@ -187,11 +187,6 @@ def _identity(info: os.stat_result) -> tuple[int, int]:
     return info.st_dev, info.st_ino
 
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system; the command line refuses it first
-    fcntl = None  # type: ignore[assignment]
-
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 

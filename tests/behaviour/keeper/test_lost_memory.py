@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import KeeperError
 from everstep.link.pool import CapturePool
 from everstep.testing import inspect

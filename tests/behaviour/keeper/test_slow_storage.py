@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import Arena
+from everstep.arena import PAGE_BYTES, Arena
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing

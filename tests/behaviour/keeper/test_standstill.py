@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import Arena
+from everstep.arena import PAGE_BYTES, Arena
 from everstep.capture.dispatch import Dispatch
 from everstep.capture.lane import CpuTransfer
 from everstep.errors import DeadlineError

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import Arena
+from everstep.arena import PAGE_BYTES, Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.segment_queue import Batch

@@ -33,8 +33,13 @@ from everstep.link.spawn import SpawnOptions
 from everstep.seams import locks
 from everstep.seams.locks import lock_file
 from everstep.seams.processes import processes
-from everstep.seams.processes.processes import PidWatch, has_file_open, open_pidfd, process_ended
-from everstep.seams.processes.runtime import runtime_folder
+from everstep.seams.processes.processes import (
+    PidWatch,
+    has_file_open,
+    open_pidfd,
+    process_ended,
+    runtime_folder,
+)
 from tests.support.fakekeeper import TIMEOUT_S, info_of, running
 
 OPTIONS = SpawnOptions("/runs/a", "id-a", 0, detach=False)

@@ -36,13 +36,13 @@ from everstep.errors import (
 )
 from everstep.format import MANIFEST, FileRecord, Manifest, Marker, base_dir, timeline_dir
 from everstep.format.names import CONDEMNED, RUN_RECORD, TIMELINE_RECORD, marker_name, parse_marker
-from everstep.format.reader import CheckedFile, read_header, read_record_bytes
+from everstep.format.reader import CheckedFile, OpenShard, read_record_bytes
 from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain import ReadBack
 from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
-from everstep.run.uncondemn import uncondemn_in_tier
+from everstep.run.folder import uncondemn_in_tier
 from everstep.seams import Clock, FileSystem, ReadFile, failpoint
 from everstep.tiers import read_record
 
@@ -385,12 +385,7 @@ class BaseCopier:
         self._place.tier.put(name, _ReportingFile(source, self._group))
 
     def _open(self, path: PurePath, record: FileRecord) -> CheckedFile:
-        file = self.filesystem.open(path, direct=True)
-        try:
-            return CheckedFile(file, read_header(file, record, path), record, path)
-        except BaseException:
-            file.close()
-            raise
+        return CheckedFile(OpenShard.open(self.filesystem, path, record))
 
     def _await_rate(self, count: int) -> None:
         """Wait until the limit of objects per hour allows ``count`` more."""

@@ -32,9 +32,9 @@ from torch.optim import Optimizer
 
 from everstep.capture import Transfer, on_cuda
 from everstep.errors import DeadlineError
-from everstep.seams.gather import Gather
+from everstep.seams.memory import Gather
 from everstep.state.layout import GRADIENT, ShardLayout
-from everstep.state.layout.lru import LRUCache
+from everstep.state.layout.shards import LRUCache
 from everstep.state.providers.modules import unwrap
 from everstep.state.training_state import State
 from everstep.trainer.base import Saver
