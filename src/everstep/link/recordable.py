@@ -15,8 +15,9 @@ from everstep.compress.compressor import Compressor
 from everstep.compress.lossy import Lossy
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
-from everstep.errors import EverstepError, OptionError, UnsupportedStateError
+from everstep.errors import OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
+from everstep.link.pool import BlockKeeper
 from everstep.replay.exactness import options_refusal, refusal
 from everstep.state.layout import Entry, ShardLayout
 from everstep.state.layout.entries import INDICES, INT8, SCALES, VALUES, shape_digest
@@ -30,24 +31,8 @@ if TYPE_CHECKING:
     from everstep.compress.ddp import DDPCompression
 
 
-class LogKeeper(Protocol):
-    """Receiver of log records: the keeper process, or a keeper thread in this process.
-
-    Attributes:
-        lost: reason why it no longer writes anything; None while it does.
-    """
-
-    lost: EverstepError | None
-
-    @property
-    def moves(self) -> int:
-        """Counter that changes while a base or retention makes progress."""
-        ...
-
-    @property
-    def log_moves(self) -> int:
-        """Counter that changes while writing the log makes progress."""
-        ...
+class LogKeeper(BlockKeeper, Protocol):
+    """Receiver of log records: the keeper process, or a keeper thread in this process."""
 
     def log(
         self,

@@ -23,8 +23,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import xxhash
 
 from everstep.errors import KeeperError, KeeperTimeoutError
@@ -95,6 +96,9 @@ def keeper_files(key: str, *, create: bool = True) -> KeeperFiles:
     return KeeperFiles(folder / f"{key}.json", path, folder / f"{key}.log")
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
 @dataclass(frozen=True, slots=True)
 class KeeperInfo:
     """Identity of a keeper.
@@ -109,12 +113,12 @@ class KeeperInfo:
         started_unix_s: start time, for display.
     """
 
-    pid: int
+    pid: _Number
     run: str
     run_id: str
-    rank: int
+    rank: _Number
     version: str
-    protocol: int
+    protocol: _Number
     started_unix_s: float
 
     @property
@@ -129,24 +133,12 @@ class KeeperInfo:
     @classmethod
     def decode(cls, data: bytes) -> KeeperInfo | None:
         """Decode the contents of the file; None for anything else."""
+        # A newer version of everstep may write more fields: they are ignored.
         try:
-            fields = json.loads(data)
-        except (ValueError, RecursionError):
+            # Not by msgspec's own decoder, which refuses the surrogates of undecodable paths.
+            return msgspec.convert(json.loads(data), cls)
+        except (msgspec.ValidationError, ValueError, RecursionError):
             return None
-        if not isinstance(fields, dict):
-            return None
-        # A newer version of everstep may write more fields: ignore them.
-        found: dict[str, Any] = {name: fields.get(name) for name in cls.__slots__}
-        numbers = (found["pid"], found["rank"], found["protocol"])
-        texts = (found["run"], found["run_id"], found["version"])
-        started = found["started_unix_s"]
-        if not all(isinstance(value, str) for value in texts):
-            return None
-        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in numbers):
-            return None
-        if not isinstance(started, (int, float)):
-            return None
-        return cls(**found)
 
 
 class Registration:

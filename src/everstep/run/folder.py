@@ -21,7 +21,7 @@ from everstep.format.records import RunRecord
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import FileSystem, Seams
 from everstep.seams.fingerprint import fingerprint, process_name
-from everstep.seams.machine import real_path, with_home
+from everstep.seams.machine import real_path
 from everstep.tiers import Tier, ensure_dir, read_record, storage_errors
 from everstep.tiers.durable_files import create_exclusive, ensure_dirs, sync_if_allowed
 
@@ -38,8 +38,10 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
     with storage_errors("open the run folder", run):
         ensure_dirs(filesystem, run)
         # Before the run's record is created: where it exists, the directories above are durable.
+        # Whoever created the folder or its parents may have crashed before they were durable.
         if RUN_RECORD not in {entry.name for entry in filesystem.scan(run)}:
-            _sync_parents(filesystem, run)
+            for directory in run.parents:
+                sync_if_allowed(filesystem, directory)
         inventory = scan_run(filesystem, run)
         record = RunRecord(run=inventory.run or uuid.uuid4().hex)
         path = run / RUN_RECORD
@@ -60,15 +62,6 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
             else "everstep verify lists the unreadable files: restore them",
         )
     return inventory
-
-
-def _sync_parents(filesystem: FileSystem, run: PurePath) -> None:
-    """Make the directory entries on the path to the folder durable.
-
-    Whoever created the folder or its parents may have crashed before doing so.
-    """
-    for directory in run.parents:
-        sync_if_allowed(filesystem, directory)
 
 
 def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: BaseId | None) -> Inventory:
@@ -169,7 +162,7 @@ def run_path(path: str | os.PathLike[str]) -> PurePath:
             hint=f"give a directory on this machine, and tiers=[{text!r}] for copies there",
         )
     try:
-        return real_path(with_home(text))
+        return real_path(text)
     except FileNotFoundError:
         raise OptionError(
             f"{text}: the relative path is invalid because the working directory was removed",

@@ -47,18 +47,23 @@ _SHARE_OF_MEMORY = 8  # of available memory
 
 
 class ReadBudget:
-    """Limits on reading a log ahead, and the memory for it.
+    """Threads for reading a log ahead, their timeout, limits, and the memory for it.
 
     Records started before they are requested take at most 64 MiB, or one step. All records that
     were read and are still in use take at most 320 MiB (less if memory is short), or two steps: one
     step is read while the previous one is applied. Fresh memory is slow to obtain, so a larger
     budget would only cost time.
 
+    Args:
+        ring: provides the reading threads.
+
     Attributes:
         ahead_bytes: size of records started, but not requested yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ring: ChunkRing, timeout_s: float) -> None:
+        self.ring = ring
+        self.timeout_s = timeout_s
         self.ahead_bytes = 0
         self._memory = ReusedMemory()
         self._in_flight: deque[Future[int]] = deque()
@@ -124,7 +129,6 @@ class SegmentReads:
     To be used by one thread at a time, and closed by its creator; no read is in flight afterwards.
 
     Args:
-        ring: provides the reading threads.
         budget: shared by all segments of one log.
         first: number of the first record.
         end: number after the last record; None: up to the end of the segment.
@@ -145,19 +149,15 @@ class SegmentReads:
         self,
         filesystem: FileSystem,
         segment: SegmentFound,
-        ring: ChunkRing,
         budget: ReadBudget,
         *,
         first: int,
-        timeout_s: float,
         end: int | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
         self.segment = segment
         self.next = first
-        self._ring = ring
         self._budget = budget
-        self._timeout_s = timeout_s
         self._meanwhile = meanwhile
         self._file, _, header, self._path = open_segment(filesystem, segment)
         try:
@@ -206,7 +206,8 @@ class SegmentReads:
             if done == len(record.reads):
                 self._submit_next(record)
             expected, future = record.reads[done]
-            if read_result(future, self._ring, self._timeout_s, self._path) < expected:
+            budget = self._budget
+            if read_result(future, budget.ring, budget.timeout_s, self._path) < expected:
                 raise DamageError(f"{self._path} is truncated", path=self._path)
             done += 1
         # Not before all its reads are over: close() waits for the reads of pending records.
@@ -246,7 +247,7 @@ class SegmentReads:
         for future in futures:
             future.cancel()
         # A hanging read may still write later. Its memory stays lent, so it is never reused.
-        wait_all(futures, self._timeout_s)
+        wait_all(futures, self._budget.timeout_s)
         for record in self._pending:
             self._release_ahead(record)
         self._pending.clear()
@@ -287,7 +288,7 @@ class SegmentReads:
 
     def _submit_next(self, record: _PendingRecord) -> None:
         memory, offset, expected = record.left.popleft()
-        future = self._ring.threads.submit(self._file.read_into, memory, offset)
+        future = self._budget.ring.threads.submit(self._file.read_into, memory, offset)
         record.reads.append((expected, future))
         self._budget.submitted(future)
 
@@ -318,30 +319,24 @@ def find_record(
         segments: searched lazily, in order.
         filesystem: for segments that do not name their own.
     """
+    budget = ReadBudget(ring, timeout_s)
     for segment in segments:
         places = [number for number, head in enumerate(segment.heads) if key_of(head) == key]
         if segment.problem is not None or not places:
             continue
         files = segment.files or filesystem
         try:
-            found = _read(files, segment, places[0], ring, timeout_s)
+            reads = SegmentReads(files, segment, budget, first=places[0])
+            try:
+                found = reads.read()
+            finally:
+                reads.close()
+            found.verify()
         except (EverstepError, OSError):  # the caller reports the error of the first place
             continue
         if found.digest == digest:
             return found
     return None
-
-
-def _read(
-    files: FileSystem, segment: SegmentFound, place: int, ring: ChunkRing, timeout_s: float
-) -> LogRecord:
-    reads = SegmentReads(files, segment, ring, ReadBudget(), first=place, timeout_s=timeout_s)
-    try:
-        found = reads.read()
-    finally:
-        reads.close()
-    found.verify()
-    return found
 
 
 ReadFrom = Callable[[FileSystem], FileSystem]
@@ -381,10 +376,8 @@ class LogReads:
         read_from: ReadFrom = lambda files: files,
     ) -> None:
         self._filesystem = filesystem
-        self._ring = ring
-        self._timeout_s = timeout_s
         self._read_from = read_from
-        self._budget = ReadBudget()
+        self._budget = ReadBudget(ring, timeout_s)
         self._runs = _runs(expected)  # not open yet
         self._open: deque[SegmentReads] = deque()  # the segment being read comes first
         self._reads_ahead = True
@@ -437,12 +430,10 @@ class LogReads:
         return SegmentReads(
             self._filesystem if files is None else self._read_from(files),
             segment,
-            self._ring,
             self._budget,
             first=first,
             end=end,
             meanwhile=self._submit_ahead,
-            timeout_s=self._timeout_s,
         )
 
     def _submit_ahead(self) -> None:

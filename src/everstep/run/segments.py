@@ -342,21 +342,13 @@ def _scan(filesystem: FileSystem, run: PurePath, place: _Place, rank: int) -> Se
         return bad(f"{path} {not_a_directory(kind)}")
     try:
         # Read by name without a listing: in an object store a listing costs as much as this read.
-        data = read_record_bytes(filesystem, path / name)
-    except FileNotFoundError:
-        return None
-    except EverstepError as error:
-        return bad(error.message)
-    except OSError as error:
-        return bad(f"{path}: {error.strerror or error}")
-    try:
+        try:
+            data = read_record_bytes(filesystem, path / name)
+        except FileNotFoundError:
+            return None
         marker = Marker.decode(data, path / name)
-        if (marker.timeline, marker.step, marker.rank, len(marker.files)) != (
-            timeline,
-            last,
-            rank,
-            1,
-        ):
+        mine = (marker.timeline, marker.step, marker.rank, len(marker.files))
+        if mine != (timeline, last, rank, 1):
             return bad(f"{path / name} belongs to another segment")
         # The heads are read now, so that reach is decided without opening segments again.
         heads = _heads(filesystem, path, marker)

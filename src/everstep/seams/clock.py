@@ -105,11 +105,8 @@ class Clock(Protocol):
         ...
 
 
-class SystemClock:
+class SystemClock(RunningTime):
     """Clocks of this machine."""
-
-    def __init__(self) -> None:
-        self._running = RunningTime()
 
     def monotonic_s(self) -> float:
         return time.monotonic()
@@ -118,10 +115,7 @@ class SystemClock:
         return time.time()
 
     def running_s(self) -> float:
-        return self._running.now_s()
-
-    def ticking(self) -> AbstractContextManager[None]:
-        return self._running.ticking()
+        return self.now_s()
 
 
 class ManualClock:

@@ -50,11 +50,6 @@ def file_bytes_max() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def with_home(path: str) -> str:
-    """Return ``path`` with a leading ``~`` replaced by the home folder, as a shell does."""
-    return os.path.expanduser(path)
-
-
 def machine_name() -> str:
     """Return a name for this machine as a failure domain: the same in all containers on it,
     different on every other machine.
@@ -93,7 +88,7 @@ def resolve_path(path: PurePath) -> PurePath:
 
 def real_path(path: str) -> PurePath:
     """Return a user's path as an absolute path with links followed, so that each directory has one
-    name.
+    name; a leading ``~`` stands for the home folder, as in a shell.
 
     Dangling links are kept as they are: their target may be a disk that is not mounted, and nothing
     must be created in its place.
@@ -101,6 +96,7 @@ def real_path(path: str) -> PurePath:
     Raises:
         FileNotFoundError: it is relative to a working directory that was removed.
     """
+    path = os.path.expanduser(path)
     # The working directory is read only for relative paths: it may have been removed.
     whole = PurePath(path) if os.path.isabs(path) else PurePath(os.getcwd(), path)
     for at in (whole, *whole.parents):

@@ -449,7 +449,8 @@ class Gather:
         # Without a remainder: all addresses are multiples of the width here.
         self._where = (addresses - first) // width
         # The range spans memory of other owners, too: only the selected elements are read.
-        self._between = _array_at(first, (last - first) // width + 1, kind)
+        count = (last - first) // width + 1
+        self._between = np.asarray(_Memory(first, count, kind)) if count else np.empty(0, kind)
 
     def take(self) -> npt.NDArray[Any]:
         """Return the current elements of all views in order, each view in row-major order."""
@@ -470,10 +471,6 @@ class _Memory:
             "shape": (count,),
             "typestr": kind.str,
         }
-
-
-def _array_at(address: int, count: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.asarray(_Memory(address, count, kind)) if count else np.empty(0, kind)
 
 
 def _addresses(view: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -7,6 +7,7 @@ import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +79,8 @@ def test_the_log_gives_way_only_where_no_base_will() -> None:
         pool.release(record)
         return True
 
-    pool.give_way = give_way
+    log: Any = SimpleNamespace(give_way=give_way)
+    pool.log = log
     base = pool.acquire(3 * PAGE_BYTES, timeout_s=0)
     with pytest.raises(DeadlineError):
         pool.acquire(5 * PAGE_BYTES, timeout_s=0)
