@@ -436,19 +436,10 @@ def read_tail(path: PurePath, *, lines_max: int = 12, bytes_max: int = 8192) -> 
     """Return the last lines of a text file; an empty list if it cannot be read."""
     # For the text of an error only: a log that cannot be read must not hide that error.
     try:
-        file = _FILES.open(path)
+        text = _read(path, bytes_max, at_end=True).decode("utf-8", "replace")
     except OSError:
         return []
-    try:
-        start = max(0, file.size_bytes - bytes_max)
-        buffer = bytearray(file.size_bytes - start)
-        count = file.read_into(memoryview(buffer), start)
-    except OSError:
-        return []
-    finally:
-        file.close()
-    lines = buffer[:count].decode("utf-8", "replace").splitlines()
-    return [line for line in lines if line.strip()][-lines_max:]
+    return [line for line in text.splitlines() if line.strip()][-lines_max:]
 
 
 # --- Helpers ----------------------------------------------------------------------------
@@ -488,7 +479,7 @@ def _holder(files: KeeperFiles) -> KeeperInfo | None:
         return None
     if lock is None:
         try:
-            return KeeperInfo.decode(_read(files.info))
+            return KeeperInfo.decode(_read(files.info, _INFO_BYTES_MAX))
         except FileNotFoundError:
             # It has ended meanwhile: releasing a key does not take the gate.
             return None
@@ -518,13 +509,12 @@ def _clear_log(files: KeeperFiles) -> None:
         lock.release()
 
 
-def _read(path: PurePath) -> bytes:
-    file = _FILES.open(path)
-    try:
-        buffer = bytearray(min(file.size_bytes, _INFO_BYTES_MAX))
-        return bytes(buffer[: file.read_into(memoryview(buffer), 0)])
-    finally:
-        file.close()
+def _read(path: PurePath, bytes_max: int, *, at_end: bool = False) -> bytes:
+    """Return at most ``bytes_max`` bytes of a file, from its beginning or up to its end."""
+    with contextlib.closing(_FILES.open(path)) as file:
+        buffer = bytearray(min(file.size_bytes, bytes_max))
+        start = file.size_bytes - len(buffer) if at_end else 0
+        return bytes(buffer[: file.read_into(memoryview(buffer), start)])
 
 
 def _unlink(path: PurePath) -> None:

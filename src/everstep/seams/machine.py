@@ -40,13 +40,14 @@ def memory_available_bytes() -> int:
     return min(found)
 
 
-def file_bytes_max() -> int | None:
-    """Return the maximum size of a file of this process (``ulimit -f``), which also limits shared
-    memory; None if there is no limit.
+def limit_of(name: str) -> int | None:
+    """Return a limit of this process by its name in :mod:`resource`; None if there is no limit.
+
+    ``RLIMIT_FSIZE`` (``ulimit -f``) also limits shared memory.
     """
     if resource is None:
         return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
 
 

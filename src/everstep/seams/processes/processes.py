@@ -186,14 +186,6 @@ def _start_time(pid: int) -> str | None:
 # --- Descriptors ------------------------------------------------------------------------
 
 
-def descriptors_max() -> int | None:
-    """Return the limit of file descriptors (``ulimit -n``); None: no limit."""
-    if resource is None:
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def raise_descriptor_limit() -> None:
     """Raise the soft limit of file descriptors as far as the hard one allows."""
     if resource is None:
