@@ -19,9 +19,9 @@ from everstep.seams import SystemClock
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support import following
-from tests.support.connections import connected_pair
 from tests.support.interrupts import interrupted_at
 from tests.support.log.every_step import World
+from tests.support.serving import connected_pair
 from tests.support.world import TIMEOUT_S
 
 

@@ -261,7 +261,7 @@ def test_a_process_id_that_another_process_has_now_proves_nothing(folder: Path) 
 def test_a_keeper_that_ends_while_it_is_looked_at_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def gone(path: object) -> bytes:
+    def gone(path: object, bytes_max: int) -> bytes:
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
     with registered():

@@ -36,7 +36,7 @@ from everstep.link.wire import (
 )
 from everstep.seams import sockets
 from everstep.seams.sockets import FDS_MAX, UnixStream, close_descriptors, listen_at
-from tests.support.connections import connected_pair
+from tests.support.serving import connected_pair
 
 TIMEOUT_S = 20.0
 
