@@ -32,7 +32,7 @@ from everstep.format.message_codec import Count
 from everstep.format.names import shard_name
 from everstep.state.layout import Entry, Placed, ShardLayout
 from everstep.state.layout.entries import DTYPE_BYTES
-from everstep.state.layout.shards import overlaps, plan_shards
+from everstep.state.layout.shards import in_sequence, overlaps, plan_shards
 
 LOG_OBJECT = "everstep/log"
 NOT_EXACT = (
@@ -374,8 +374,7 @@ def layout_from_index(fields: Sequence[Sequence[Any]]) -> ShardLayout:
 
 
 def _layout_of(entries: Sequence[_IndexedEntry]) -> ShardLayout:
-    placed = []
-    position = 0
+    found = []
     for one in entries:
         twice = one.logical_dtype is not None
         # A complex entry is stored with a last dimension of 2 that its strides do not have.
@@ -384,12 +383,11 @@ def _layout_of(entries: Sequence[_IndexedEntry]) -> ShardLayout:
         known = not twice or stored == ("F64", "complex128", (2,))
         if one.dtype not in DTYPE_BYTES or not (fits and known):
             raise FormatError(f"a record has an impossible entry {one.name!r:.80}")
-        entry = Entry.whole(
-            one.name, one.dtype, one.shape, stride=one.stride, logical_dtype=one.logical_dtype
+        logical = one.logical_dtype
+        found.append(
+            Entry.whole(one.name, one.dtype, one.shape, stride=one.stride, logical_dtype=logical)
         )
-        placed.append(Placed(entry, position, position + entry.size_bytes))
-        position += entry.size_bytes
-    return ShardLayout(tuple(placed))
+    return ShardLayout(in_sequence(found))
 
 
 def gathered(layout: ShardLayout, flat: Mapping[str, memoryview], path: PurePath) -> memoryview:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
@@ -64,20 +64,18 @@ def plan_shards(
             used = 0
         groups[-1].append(entry)
         used += cost
-    return tuple(_lay_out(group) for group in groups)
+    return tuple(
+        ShardLayout(in_sequence(sorted(group, key=lambda entry: -DTYPE_BYTES[entry.dtype])))
+        for group in groups
+    )
 
 
 def append_objects(
     layout: ShardLayout, objects_bytes: Mapping[str, int], *, lsn: int = 0
 ) -> ShardLayout:
     """Return the layout with one ``U8`` entry per object, at ``lsn``, appended to the tensors."""
-    placed = list(layout.placed)
-    position = layout.size_bytes
-    for name, size in objects_bytes.items():
-        entry = Entry.whole(name, "U8", (size,), lsn=lsn)
-        placed.append(Placed(entry, position, position + size))
-        position += size
-    return ShardLayout(tuple(placed))
+    objects = [Entry.whole(name, "U8", (n,), lsn=lsn) for name, n in objects_bytes.items()]
+    return ShardLayout((*layout.placed, *in_sequence(objects, layout.size_bytes)))
 
 
 def at_lsn(
@@ -113,13 +111,13 @@ def overlaps(
         yield place, max(begin, place.begin), min(end, place.end)
 
 
-def _lay_out(entries: Sequence[Entry]) -> ShardLayout:
+def in_sequence(entries: Iterable[Entry], position: int = 0) -> tuple[Placed, ...]:
+    """Place entries one after the other, from ``position`` on."""
     placed = []
-    position = 0
-    for entry in sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype]):
+    for entry in entries:
         placed.append(Placed(entry, position, position + entry.size_bytes))
         position += entry.size_bytes
-    return ShardLayout(tuple(placed))
+    return tuple(placed)
 
 
 PIECE_BYTES = 512 << 10
