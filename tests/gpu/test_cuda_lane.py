@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.capture import pinned as pinned_module
 from everstep.capture.batches import Batch, plan_batches
-from everstep.capture.cuda import CudaLane, CudaTransfer, Enqueued
-from everstep.capture.devices import DeviceLane
+from everstep.capture.cuda import CudaLane, CudaTransfer, DeviceLane, Enqueued
 from everstep.capture.lane import CpuLane
 from everstep.capture.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
@@ -259,7 +258,7 @@ def test_several_devices(lane: CudaLane, arena: Arena) -> None:
 
 SECOND = """
 import torch
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.capture.batches import Batch
 from everstep.capture.cuda import CudaLane
 from everstep.capture.lane import CpuLane

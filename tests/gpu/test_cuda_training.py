@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.cuda import CudaLane, CudaTransfer
-from everstep.capture.devices import DeviceLane
+from everstep.capture.cuda import CudaLane, CudaTransfer, DeviceLane
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, StateError
 from everstep.link.registry import list_keepers

@@ -19,8 +19,7 @@ from everstep.errors import KeeperError
 from everstep.link.registry import find_keeper, keeper_files
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.options import ANNOUNCING
-from everstep.seams.processes.processes import process_ended
-from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
+from everstep.seams.processes.processes import RUNTIME_DIR_VARIABLE, process_ended, runtime_folder
 from tests.support.documents import masked, run_command, run_program
 from tests.support.logged import invoke
 from tests.support.preempted import PRELUDE, saved_at

@@ -59,9 +59,6 @@ class SlowLane:
     def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         pass
 
-    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def run(self, job: Callable[[], None]) -> Future[None]:
         raise AssertionError
 

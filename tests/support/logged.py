@@ -15,7 +15,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import everstep
-from everstep.capture.lane import CpuLane, LiveBody
+from everstep.capture.lane import LiveBody
 from everstep.cli import app
 from everstep.commit.lineage import BaseId
 from everstep.format.header import BasePlan, ShardIdentity, plan_files
@@ -162,7 +162,7 @@ def edit_base(
     filesystem = PosixFileSystem()
     inventory = scan_run(filesystem, PurePath(run))
     (base,) = [one for one in inventory.bases if one.id == BaseId(timeline, step)]
-    ring, lane = ChunkRing(4, 2), CpuLane()
+    ring = ChunkRing(4, 2)
     try:
         state, _ = load_job(filesystem, base, Reads(ring, TIMEOUT_S)).whole()
         change(state)
@@ -173,12 +173,11 @@ def edit_base(
         )
         sizes = {name: len(data) for name, data in state.objects.items()}
         shards = plan_files(identity, list(state.entries.values()), state.aliases, sizes)
-        bodies = [LiveBody(shards[0].layout, state.tensors, state.objects, lane)]
+        bodies = [LiveBody(shards[0].layout, state.tensors, state.objects)]
         slots = SlotStore(filesystem, timeline_dir(PurePath(run), timeline) / SLOTS_DIR)
         writer = ShardWriter(filesystem, PurePath(run), ring, slots, timeout_s=TIMEOUT_S)
         commit_base(writer, BasePlan(identity, shards), bodies, silent)
     finally:
-        lane.close()
         ring.close()
 
 

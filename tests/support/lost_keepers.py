@@ -28,8 +28,8 @@ def kill_keeper() -> None:
 
 def lost_of(pool: CapturePool) -> KeeperError:
     """What its reader says of the keeper of this pool, once it has noticed."""
-    until(lambda: pool._lost() is not None, "the loss of the keeper")
-    lost = pool._lost()
+    until(lambda: pool._lost is not None, "the loss of the keeper")
+    lost = pool._lost
     assert isinstance(lost, KeeperError)
     return lost
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.checkpointer import Checkpointer
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, KeeperError, KeeperTimeoutError
@@ -31,12 +32,23 @@ from everstep.restore.fetch.held import HeldBase
 from everstep.run.folder import open_run_folder, open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import Clock, FileSystem, PosixFileSystem, Seams, SystemClock
-from everstep.seams.sockets import close_descriptors, connect_stream, listen_at
+from everstep.seams.sockets import UnixStream, close_descriptors, connect_stream, listen_at
 from everstep.state.layout.entries import Entry
 from everstep.testing import inspect
 from tests.support.world import TIMEOUT_S
 
-__all__ = ["OBJECT", "Bench", "Hand", "Place", "bench", "contents_of", "die", "oracle", "serving"]
+__all__ = [
+    "OBJECT",
+    "Bench",
+    "Hand",
+    "Place",
+    "bench",
+    "connected_pair",
+    "contents_of",
+    "die",
+    "oracle",
+    "serving",
+]
 
 OBJECT = "everstep/objects/o"
 _POLL_S = 0.01
@@ -421,3 +433,13 @@ def die(ckpt: Checkpointer) -> None:
     remote._reader.join(TIMEOUT_S)
     inspect(ckpt).keepers.service = inspect(ckpt).keepers._remote = None
     inspect(ckpt).release()
+
+
+def connected_pair(**options: Any) -> tuple[Connection, Connection]:
+    """Two connected sides within this process.
+
+    Args:
+        options: arguments of :class:`Connection`, for both sides.
+    """
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Connection(UnixStream(one), **options), Connection(UnixStream(other), **options)

@@ -4,9 +4,9 @@ Read in this order:
 
 ``lane``              contract of a lane; the lane for tensors in host memory
 ``batches``           grouping of tensors into copies
-``cuda``              lane for CUDA devices: side streams, a thread that enqueues the copies
+``cuda``              lane for CUDA devices: side streams, a thread that enqueues the copies; choice
+                      of the lane by the tensors' devices
 ``pinned``            pinned host memory that CUDA devices copy into
-``devices``           choice of the lane by the tensors' devices
 ``update_hooks``      hooks on optimizers: count updates, and hold them back until copies are made
 ``dispatch``          copies issued at planned events of a step (``trainer/schedule``); events of a
                       training step, as seen by hooks

@@ -35,6 +35,15 @@ class Batch(NamedTuple):
     sources: tuple[torch.Tensor, ...]
     rearranged: torch.Tensor | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The first tensor; all of them are on one device."""
+        return self.sources[0] if self.rearranged is None else self.rearranged
+
 
 def plan_batches(
     layout: ShardLayout,
@@ -84,23 +93,16 @@ def plan_batches(
     return batches
 
 
-def in_chunks(batches: Sequence[Batch], chunk_bytes: int) -> list[Batch]:
-    """Cut batches into chunks of at most ``chunk_bytes``, so that urgent copies wait only for a
+class Chunks(Sequence[Batch]):
+    """Batches cut into chunks, lazily and on each iteration, so that urgent copies wait only for a
     chunk.
 
-    Batches on a device are not cut: copies on a stream are not overtaken in any case, and each
-    takes time to enqueue.
+    The copying thread does the cutting, so training does not wait for it. Batches on a device are
+    not cut: copies on a stream are not overtaken in any case, and each takes time to enqueue.
 
     Args:
-        chunk_bytes: at least 1. Rows of a tensor with rearranged elements are not cut.
-    """
-    return list(Chunks(batches, chunk_bytes))
-
-
-class Chunks(Sequence[Batch]):
-    """Batches cut by :func:`in_chunks`, lazily and on each iteration.
-
-    The copying thread does the cutting, so training does not wait for it.
+        chunk_bytes: maximum size of a chunk, at least 1. Rows of a tensor with rearranged elements
+            are not cut.
 
     Attributes:
         whole: the uncut batches.
@@ -122,7 +124,7 @@ class Chunks(Sequence[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         chunk_bytes = self._chunk_bytes
         for batch in self.whole:
-            if batch.end - batch.begin <= chunk_bytes or _lies_on_device(batch):
+            if batch.size_bytes <= chunk_bytes or batch.first.device.type != "cpu":
                 yield batch
             elif batch.rearranged is not None:
                 yield from _rows(batch, batch.rearranged, chunk_bytes)
@@ -165,26 +167,21 @@ class Runs(tuple[Batch, ...]):
         return tuple(map(tuple, runs))
 
 
-def run_batch(batch: Batch, block: torch.Tensor, *, non_blocking: bool = False) -> None:
+def run_batch(batch: Batch, block: torch.Tensor) -> None:
     """Copy a batch into ``block`` (flat ``uint8``, in host memory)."""
     target = block[batch.begin : batch.end]
     if batch.rearranged is not None:
         tensor = batch.rearranged
         if tensor.is_complex():  # as pairs, which need not begin at a multiple of the complex size
             tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
-        target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=non_blocking)
+        target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     elif len(batch.sources) == 1:
-        target.copy_(batch.sources[0], non_blocking=non_blocking)
+        target.copy_(batch.sources[0])
     elif batch.sources[0].device == target.device:
         # The sizes agree exactly: otherwise torch.cat() would resize `target`, a view of the block.
         torch.cat(batch.sources, out=target)
     else:  # a device without a lane of its own; torch.cat works only within one device
-        target.copy_(torch.cat(batch.sources), non_blocking=non_blocking)
-
-
-def _lies_on_device(batch: Batch) -> bool:
-    tensor = batch.sources[0] if batch.rearranged is None else batch.rearranged
-    return tensor.device.type != "cpu"
+        target.copy_(torch.cat(batch.sources))
 
 
 def _pieces(batch: Batch, chunk_bytes: int) -> Iterator[Batch]:
@@ -210,7 +207,7 @@ def _rows(batch: Batch, tensor: torch.Tensor, chunk_bytes: int) -> Iterator[Batc
         yield batch
         return
     # Never 0: tensors without bytes are in no batch.
-    row_bytes = (batch.end - batch.begin) // tensor.shape[0]
+    row_bytes = batch.size_bytes // tensor.shape[0]
     at = batch.begin
     for rows in torch.split(tensor, max(1, chunk_bytes // row_bytes)):
         end = at + rows.shape[0] * row_bytes

@@ -31,6 +31,9 @@ While a graph is captured in torch's default mode, CUDA refuses potentially unsa
 other thread (pinning memory, waiting for an event), and the capture fails. everstep's calls are
 safe: they use only streams of their own. A thread can declare this for itself
 (``cuThreadExchangeStreamCaptureMode``), as torch does in its threads that wait for NCCL.
+
+The lane is chosen by the devices of the tensors, at each copy and not at construction, because a
+model may be moved to a device after its Checkpointer was created.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.batches import Batch, Runs
-from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
+from everstep.capture.batches import Batch, Chunks, Runs
+from everstep.capture.lane import CpuLane, CpuTransfer, Lane, Progress, Take, Transfer
 from everstep.capture.pinned import PinnedAhead, PinnedMemory
 from everstep.errors import OutOfSpaceError, StateError
 from everstep.seams.machine import use_thread_local_captures
@@ -279,14 +282,14 @@ class CudaLane:
         others = []
         left_bytes = _DUPLICATES_BYTES_MAX
         for batch in split.ours:
-            size = batch.end - batch.begin
+            size = batch.size_bytes
             if size <= left_bytes:
                 # A device without free memory is treated like the limit: no duplicate, and the
                 # stream waits.
                 with contextlib.suppress(OutOfSpaceError):
                     # Memory that was allocated on another stream could be reused there before this
                     # copy ends.
-                    _use(batch, _cuda.current_stream(_device_of(batch)))
+                    _use(batch, _cuda.current_stream(_device(batch.first)))
                     duplicates.append(Batch(batch.begin, batch.end, (_packed(batch),)))
                     left_bytes -= size
                     continue
@@ -371,9 +374,6 @@ class CudaLane:
         self._host.run(watch)
         return transfer
 
-    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().cpu()
-
     def run(self, job: Callable[[], None]) -> Future[None]:
         """Run ``job`` after all copies begun so far, whether or not a caller waits for them.
 
@@ -430,11 +430,11 @@ class CudaLane:
         small: list[Batch] = []
         large: list[Batch] = []
         for batch in batches:
-            if _device_of(batch).type == "cuda":
+            if on_cuda(batch.first):
                 ours.append(batch)
             else:
-                (small if _small(batch) else large).append(batch)
-        devices = list(dict.fromkeys(map(_device_of, ours)))
+                (small if batch.size_bytes < _AT_ONCE_BYTES else large).append(batch)
+        devices = list(dict.fromkeys(_device(batch.first) for batch in ours))
         split = _Split(ours, devices, small, large)
         if isinstance(batches, Runs):
             batches.split = split
@@ -482,7 +482,7 @@ class CudaLane:
         # Before the first copy: the update that made the state must have ended.
         for stream, moment in behind.values():
             moment.wait(stream)
-        for device, group in itertools.groupby(batches, key=_device_of):
+        for device, group in itertools.groupby(batches, key=lambda batch: _device(batch.first)):
             stream, _ = behind[device]
             # Recorded after the wait above, so that the end of the update does not count as
             # copying.
@@ -599,10 +599,6 @@ def _runs(
         yield end, parts, targets
 
 
-def _small(batch: Batch) -> bool:
-    return batch.end - batch.begin < _AT_ONCE_BYTES
-
-
 def _beside_captures(job: Callable[[], None]) -> None:
     ignore_graph_captures()
     job()
@@ -614,15 +610,9 @@ def _first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     return next(devices, None)
 
 
-def _device_of(batch: Batch) -> torch.device:
-    return _device(batch.rearranged if batch.rearranged is not None else batch.sources[0])
-
-
 def _use(batch: Batch, stream: Any) -> None:
-    for tensor in batch.sources:
+    for tensor in batch.sources or (batch.first,):
         _used_on(tensor, stream)
-    if batch.rearranged is not None:
-        _used_on(batch.rearranged, stream)
 
 
 def _enqueued(issued: Issued) -> Enqueued:
@@ -664,7 +654,7 @@ def _packed(batch: Batch) -> torch.Tensor:
         return byte_view(batch.rearranged.resolve_conj().resolve_neg().contiguous())
     except torch.OutOfMemoryError as error:
         raise OutOfSpaceError(
-            f"the GPU has no {batch.end - batch.begin} bytes of free memory to rearrange tensors "
+            f"the GPU has no {batch.size_bytes} bytes of free memory to rearrange tensors "
             "into the order of the file",
             hint="leave that much GPU memory free",
         ) from error
@@ -682,3 +672,70 @@ def _send(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
 def _used_on(tensor: torch.Tensor, stream: Any) -> None:
     """Keep the tensor's memory from reuse until the stream is done with it, even if it is freed."""
     tensor.record_stream(stream)
+
+
+class DeviceLane:
+    """Lane of host memory until the first tensor on a CUDA device is seen, then a
+    :class:`.cuda.CudaLane`.
+
+    That lane copies host memory through this one's ``host``. Without tensors on CUDA devices no
+    CUDA function is called.
+
+    Args:
+        host: lane of host memory; closed with this lane.
+
+    Attributes:
+        current: lane in use.
+    """
+
+    def __init__(self, host: CpuLane) -> None:
+        self._host = host
+        self.current: Lane = host
+        self._in_host_memory: list[Sequence[Batch]] = []  # seen last
+
+    def warm(
+        self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
+    ) -> None:
+        found = list(tensors)
+        self._for(found).warm(found, block, take)
+
+    def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
+        found = list(tensors)
+        return self._for(found).ready_bytes(found, block)
+
+    def leave(self) -> None:
+        self.current.leave()
+
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        self._for_batches(batches).copy_now(batches, block)
+
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        return self._for_batches(batches).submit(batches, block, progress)
+
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        return self._for_batches(batches).submit_yielding(batches, block, progress)
+
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        return self.current.run(job)
+
+    def close(self) -> None:
+        self.current.close()
+
+    def _for_batches(self, batches: Sequence[Batch]) -> Lane:
+        if isinstance(batches, Chunks):  # iterating over it would cut it
+            batches = batches.whole
+        if any(seen is batches for seen in self._in_host_memory):
+            return self.current
+        lane = self._for(batch.first for batch in batches)
+        if lane is self._host and isinstance(batches, tuple):  # immutable: the result stays valid
+            # Two are remembered: a base has copies at the mark and copies after it.
+            self._in_host_memory = [*self._in_host_memory[-1:], batches]
+        return lane
+
+    def _for(self, tensors: Iterable[torch.Tensor]) -> Lane:
+        if self.current is self._host and any(map(on_cuda, tensors)):
+            # It uses the same thread for host memory, so copies queued before stay in order.
+            self.current = CudaLane(self._host)
+        return self.current

@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from everstep.capture.batches import Batch, run_batch
 from everstep.capture.lane import Lane, Transfer
 from everstep.errors import StateError
-from everstep.state.layout.lru import LRUCache
+from everstep.state.layout.shards import LRUCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +176,7 @@ class Dispatch:
 
     def flush(self) -> None:
         """Issue everything in planned order: the step deviates from the plan, or is over."""
-        if self.units:
-            self.reach(max(unit.event for unit in self.units))
-        else:
-            self.reach(0)
+        self.reach(max((unit.event for unit in self.units), default=0))
 
     def fail(self, error: BaseException) -> None:
         """Issue nothing more: the capture has failed with this error."""
@@ -251,8 +248,8 @@ class Dispatch:
                 return
             copies = []
             for batch, slot in zip(unit.batches, unit.slots, strict=True):
-                memory = self._duplicates.memory[_device_of(batch)]
-                size = batch.end - batch.begin
+                memory = self._duplicates.memory[batch.first.device]
+                size = batch.size_bytes
                 run_batch(Batch(slot, slot + size, batch.sources, batch.rearranged), memory)
                 copies.append(Batch(batch.begin, batch.end, (memory[slot : slot + size],)))
                 self.duplicated_bytes += size
@@ -268,10 +265,6 @@ class Dispatch:
         if not self._ended:
             self._ended = True
             self._over()
-
-
-def _device_of(batch: Batch) -> torch.device:
-    return (batch.sources[0] if batch.rearranged is None else batch.rearranged).device
 
 
 _WATCHED_MAX = 64  # modules, and parameters

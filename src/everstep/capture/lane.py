@@ -114,10 +114,6 @@ class Lane(Protocol):
         """Queue copies as :meth:`submit` does, but let its later copies go first."""
         ...
 
-    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself if it is in host memory, or a copy of it there."""
-        ...
-
     def run(self, job: Callable[[], None]) -> Future[None]:
         """Run ``job`` in the lane's thread after all copies queued there, yielding ones
         included."""
@@ -273,9 +269,6 @@ class CpuLane:
         while self._ready:
             self._ready.popleft()()
 
-    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().cpu()
-
     def run(self, job: Callable[[], None]) -> Future[None]:
         return self._threads.submit(job)
 
@@ -359,15 +352,10 @@ class LiveBody:
         layout: the tensors in file order.
         tensors: live tensors by entry name.
         objects: encoded objects after the tensors, by entry name.
-        lane: fetches tensors that are not in host memory.
     """
 
     def __init__(
-        self,
-        layout: ShardLayout,
-        tensors: Mapping[str, torch.Tensor],
-        objects: Mapping[str, bytes],
-        lane: Lane,
+        self, layout: ShardLayout, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, bytes]
     ) -> None:
         self._sizes = {name: len(data) for name, data in objects.items()}
         placed = append_objects(layout, self._sizes).placed
@@ -375,7 +363,6 @@ class LiveBody:
         self._ends = [place.end for place in self._placed]
         self._tensors = tensors
         self._objects = objects
-        self._lane = lane
         self._flat: tuple[str, torch.Tensor] | None = None
 
     def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
@@ -400,7 +387,6 @@ class LiveBody:
             return memoryview(self._objects[name])
         if self._flat is not None and self._flat[0] == name:
             return host_bytes(self._flat[1])
-        host = self._lane.in_host_memory(self._tensors[name])
-        flat = host.resolve_conj().resolve_neg().contiguous()
+        flat = self._tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
         self._flat = (name, flat)
         return host_bytes(flat)

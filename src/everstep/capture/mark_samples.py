@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 
 from everstep.errors import FormatError
-from everstep.seams.gather import Gather
-from everstep.seams.memory import memory_at
+from everstep.seams.memory import Gather, memory_at
 from everstep.state.layout.entries import SPOT
 from everstep.state.survey import same_objects
+from everstep.state.values.tensors import INTEGERS
 
 PHASES = 8
 """Number of steps after which the same elements are sampled again."""
@@ -33,7 +33,6 @@ _EACH = 8  # elements of a large tensor
 _WHOLE = 16  # elements up to which a tensor is small
 _WHICH = "which"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Index = tuple[int | slice | None, ...]
 
@@ -220,9 +219,9 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
     Not by ``Tensor.numpy()``, see :func:`~everstep.state.values.tensors.host_bytes`.
     """
-    if tensor.element_size() not in _INTEGERS:
+    if tensor.element_size() not in INTEGERS:
         tensor = torch.view_as_real(tensor)
-    whole = tensor.view(_INTEGERS[tensor.element_size()])
+    whole = tensor.view(INTEGERS[tensor.element_size()])
     if whole.is_contiguous() and whole.numel() <= _WHOLE:
         whole = whole.view(-1)  # in one piece
     width = whole.element_size()

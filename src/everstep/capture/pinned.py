@@ -25,6 +25,7 @@ import torch
 
 from everstep.capture.lane import Take
 from everstep.errors import EverstepError, UnavailableError
+from everstep.seams.machine import limit_of
 from everstep.seams.memory import take_pages
 
 _log = logging.getLogger("everstep")
@@ -178,11 +179,12 @@ class PinnedMemory:
             # CUDA keeps the error for this thread, and training's next kernel would raise it.
             with contextlib.suppress(RuntimeError):
                 _launch_something()
+        limit = limit_of("RLIMIT_MEMLOCK")
         raise UnavailableError(
             f"{size_bytes} bytes of host memory cannot be pinned for the GPU: "
             f"{cudart.cudaGetErrorString(status)} (CUDA error {int(status)}); "
             f"{self.size_bytes} bytes are pinned already, the limit for locked memory is "
-            f"{_limit()}",
+            f"{'unlimited' if limit is None else f'{limit} bytes'}",
             hint="a larger limit (ulimit -l, of the container or job too), more free memory, or "
             'method="sync"',
         )
@@ -267,10 +269,3 @@ def _launch_something() -> None:
     Not a kernel that only fills memory: CUDA may do that without one.
     """
     torch.ones(1, device="cuda").add_(1)
-
-
-def _limit() -> str:
-    import resource  # not on Windows, where everstep refuses to run, but can be imported
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"

@@ -21,17 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from everstep.seams.gather import Gather
+from everstep.seams.memory import Gather
 from everstep.state.layout import SAMPLE, ShardLayout
 from everstep.state.layout.shards import plan_shards
 from everstep.state.survey import Survey, same_objects
-from everstep.state.values.tensors import byte_view, host_bytes, tensor_entry
+from everstep.state.values.tensors import INTEGERS, byte_view, host_bytes, tensor_entry
 
 _SAMPLES = 4  # of each tensor
 _SAMPLES_OF_SMALL = 8
 _SMALL_BYTES = 4096  # in one or two pages; each further page costs a cache and TLB miss
-# Elements are compared as integers: as floats a NaN differs from itself, and -0.0 equals 0.0.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Kind = tuple[int, torch.device]  # elements of one packed copy
 
@@ -61,7 +59,7 @@ class _SampledLine(NamedTuple):
     def of(cls, name: str, tensor: torch.Tensor, width: int, begin: int) -> _SampledLine:
         """Return the line of a tensor (not conjugated or negated) whose rows begin at ``begin``."""
         if tensor.is_contiguous():
-            return cls(name, byte_view(tensor).view(_INTEGERS[width]), begin, 1)
+            return cls(name, byte_view(tensor).view(INTEGERS[width]), begin, 1)
         # In any other memory layout: along its longest dimension, from the first element.
         longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
         line = tensor.detach()
@@ -71,7 +69,7 @@ class _SampledLine(NamedTuple):
         if tensor.element_size() > width:  # complex128: the real parts
             line = torch.view_as_real(line).select(-1, 0)
             apart = 2 * apart
-        return cls(name, line.view(_INTEGERS[width]), begin, apart)
+        return cls(name, line.view(INTEGERS[width]), begin, apart)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +139,7 @@ class SpotCheck:
                 # Its copy holds the resolved values, so the bytes differ.
                 if tensor.is_conj() or tensor.is_neg():
                     continue
-                width = tensor.element_size() if tensor.element_size() in _INTEGERS else 8
+                width = tensor.element_size() if tensor.element_size() in INTEGERS else 8
                 looked = _SampledLine.of(name, tensor, width, (offset + place.begin) // width)
                 found.setdefault((width, tensor.device), []).append(looked)
         self._elements = {kind: _Elements.of(kind, looked) for kind, looked in found.items()}
@@ -154,7 +152,7 @@ class SpotCheck:
         """Return the name of an entry of which ``block`` differs from ``sample``."""
         for kind, expected in sample.values.items():
             width = kind[0]
-            whole = block[: block.numel() // width * width].view(_INTEGERS[width])
+            whole = block[: block.numel() // width * width].view(INTEGERS[width])
             # Waits for the device; this runs in the lane's thread.
             differs = whole[self._elements[kind].where] != expected.cpu()
             if bool(differs.any()):

@@ -74,7 +74,7 @@ def ps(json_output: JsonFlag = False) -> None:
     does not answer within a second is busy, or hangs; see its log.
     """
     with registry_errors():
-        from everstep.seams.processes.runtime import runtime_folder
+        from everstep.seams.processes.processes import runtime_folder
 
         folder = runtime_folder(create=False)
         keepers = running_keepers()

@@ -190,7 +190,7 @@ def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: Chu
 
 
 def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
-    from everstep.capture.lane import CpuLane, LiveBody
+    from everstep.capture.lane import LiveBody
     from everstep.commit.lineage import BaseId
     from everstep.format.header import BasePlan, ShardIdentity, plan_files
     from everstep.format.names import SLOTS_DIR, timeline_dir
@@ -215,19 +215,13 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     shards = plan_files(identity, list(state.entries.values()), state.aliases, sizes)
     plan = BasePlan(identity, shards)
     slots = SlotStore(filesystem, timeline_dir(run, number) / SLOTS_DIR)
-    lane = CpuLane()
-    try:
-        bodies = [
-            LiveBody(
-                shard.layout, state.tensors, state.objects if shard is shards[-1] else {}, lane
-            )
-            for shard in shards
-        ]
-        with progress("write", plan.size_bytes) as bar:
-            writer = ShardWriter(filesystem, run, ring, slots, timeout_s=_TIMEOUT_S)
-            commit_base(writer, plan, bodies, bar)
-    finally:
-        lane.close()
+    bodies = [
+        LiveBody(shard.layout, state.tensors, state.objects if shard is shards[-1] else {})
+        for shard in shards
+    ]
+    with progress("write", plan.size_bytes) as bar:
+        writer = ShardWriter(filesystem, run, ring, slots, timeout_s=_TIMEOUT_S)
+        commit_base(writer, plan, bodies, bar)
     base = scan_base(filesystem, run, BaseId(number, state.step))
     with progress("verify", plan.size_bytes) as bar:
         verdict = verify_base(

@@ -81,6 +81,24 @@ class ShardHeader:
     room_bytes: int
 
 
+# Fields of an identity that each header has, in this order.
+_IDENTITY = ("run", "timeline", "step", "lsn", "rank", "world", "exact")
+
+
+def refuse_newer(version: int, path: PurePath) -> None:
+    """Refuse a file of a format that this everstep does not know.
+
+    Raises:
+        NewerFormatError: a newer everstep wrote it.
+    """
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
+            path=path,
+            hint="use the version of everstep that wrote it, or a newer one",
+        )
+
+
 def encode_header(
     identity: ShardIdentity,
     placed: Sequence[Placed],
@@ -158,13 +176,7 @@ def _header_json(
     }
     metadata = {
         "format": FORMAT_VERSION,
-        "run": identity.run,
-        "timeline": identity.timeline,
-        "step": identity.step,
-        "lsn": identity.lsn,
-        "rank": identity.rank,
-        "world": identity.world,
-        "exact": identity.exact,
+        **{name: getattr(identity, name) for name in _IDENTITY},
         **({"behind_mark": True} if identity.behind_mark else {}),
         **({"static": True} if identity.static else {}),
         "aliases": dict(aliases),
@@ -218,27 +230,12 @@ def _decode(
     file_bytes: int,
     path: PurePath,
 ) -> ShardHeader:
-    version = msgspec.convert(metadata["format"], Count)
-    if version > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
-            path=path,
-            hint="use the version of everstep that wrote it, or a newer one",
-        )
+    refuse_newer(msgspec.convert(metadata["format"], Count), path)
     # After the version: fields of a newer format need not have these types.
     described = msgspec.convert(metadata, _Metadata)
     places = msgspec.convert(fields, dict[str, _Place])
-    identity = ShardIdentity(
-        described.run,
-        described.timeline,
-        described.step,
-        described.lsn,
-        described.rank,
-        described.world,
-        described.exact,
-        behind_mark=described.behind_mark,
-        static=described.static,
-    )
+    names = (*_IDENTITY, "behind_mark", "static")
+    identity = ShardIdentity(**{name: getattr(described, name) for name in names})
     _require(set(described.entries) == set(fields), "header and metadata list different entries")
     found: list[tuple[Placed, str]] = []
     for name, place in places.items():

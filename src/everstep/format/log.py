@@ -18,18 +18,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgpack
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity, ShardPlan, header_size_bytes
+from everstep.format.message_codec import Count
 from everstep.format.names import shard_name
 from everstep.state.layout import Entry, Placed, ShardLayout
 from everstep.state.layout.entries import DTYPE_BYTES
-from everstep.state.layout.shards import overlaps, plan_shards
+from everstep.state.layout.shards import in_sequence, overlaps, plan_shards
 
 LOG_OBJECT = "everstep/log"
 NOT_EXACT = (
@@ -156,7 +159,8 @@ def plan_segment(
             # Entries without elements have no flat tensor; gathered() expects none.
             if begin == end:
                 continue
-            entry = Entry.whole(f"{number:06d}/{dtype}", dtype, ((end - begin) // _width(dtype),))
+            count = (end - begin) // DTYPE_BYTES[dtype]
+            entry = Entry.whole(f"{number:06d}/{dtype}", dtype, (count,))
             entries.append(entry)
             sources[entry.name] = record.data[begin:end]
     # One file, however many entries: a segment is complete or absent as a whole.
@@ -238,21 +242,14 @@ def index_of_segment(
     Raises:
         FormatError: the object is not an index.
     """
-    try:
-        index = msgpack.unpackb(bytes(data), strict_map_key=False)
-        layouts = [layout_from_index(fields) for fields in index["layouts"]]
-        # The index is verified, but a hostile one could still claim any number of records.
-        if len(index["records"]) > _RECORDS_MAX:
-            raise FormatError(f"{path}: too many records")
-        found = []
-        for number, fields in enumerate(index["records"]):
-            head = _head(identity.timeline, fields)
-            layout_number, objects, record = _rest(fields)
-            found.append(RecordIndex(number, head, layouts[layout_number], objects, record))
-    except FormatError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
+    index = _decode_index(data, path)
+    layouts = [_layout_of(entries) for entries in index.layouts]
+    found = [
+        RecordIndex(
+            number, row.head(identity.timeline), layouts[row.layout], row.objects, row.digest
+        )
+        for number, row in enumerate(index.records)
+    ]
     # Recovery ends only at a mark. Updates after the last one would belong to no complete step.
     if not found or found[-1].head.kind != "mark":
         raise FormatError(f"{path}: the segment does not end with a step mark", path=path)
@@ -265,11 +262,7 @@ def heads_of(timeline: int, data: bytes, path: PurePath) -> tuple[RecordHead, ..
     Raises:
         FormatError: the object is not an index.
     """
-    try:
-        rows = msgpack.unpackb(data, strict_map_key=False)["records"]
-        return tuple(_head(timeline, row) for row in rows)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
+    return tuple(row.head(timeline) for row in _decode_index(data, path).records)
 
 
 def records_of_packed(
@@ -280,52 +273,78 @@ def records_of_packed(
     Raises:
         FormatError: ``index`` has another number of records, or they lie outside of ``data``.
     """
-    try:
-        fields = msgpack.unpackb(index, strict_map_key=False)
-        layouts = [layout_from_index(layout) for layout in fields["layouts"]]
-        records = []
-        for row, offset in zip(fields["records"], offsets, strict=True):
-            number, objects, found = _rest(row)
-            layout = layouts[number]
-            end = offset + layouts[number].size_bytes
-            # The offsets come from another node. A slice past the end would silently be shorter.
-            if not 0 <= offset <= end <= data.nbytes:
-                raise FormatError(f"{path}: a record lies outside of the data", path=path)
-            head = _head(timeline, row)
-            records.append(LogRecord(head, layout, objects, data[offset:end], found))
-    except FormatError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: not records of a log: {error!r}", path=path) from error
+    found = _decode_index(index, path)
+    layouts = [_layout_of(entries) for entries in found.layouts]
+    if len(found.records) != len(offsets):
+        raise FormatError(f"{path}: not the index of {len(offsets)} records", path=path)
+    records = []
+    for row, offset in zip(found.records, offsets, strict=True):
+        layout = layouts[row.layout]
+        end = offset + layout.size_bytes
+        # The offsets come from another node. A slice past the end would silently be shorter.
+        if not 0 <= offset <= end <= data.nbytes:
+            raise FormatError(f"{path}: a record lies outside of the data", path=path)
+        records.append(
+            LogRecord(row.head(timeline), layout, row.objects, data[offset:end], row.digest)
+        )
     return records
 
 
-def _head(timeline: int, row: Sequence[Any]) -> RecordHead:
-    kind, step, lsn, shape, exact = row[:5]
-    declared = row[8] if len(row) > 8 else ""
-    if kind not in ("update", "mark") or (declared and kind != "update"):
-        raise ValueError("record of an unknown kind")
-    # The ninth field is optional: only declared updates have it.
-    if len(row) > 9 or not isinstance(declared, str):
-        raise ValueError("record of an unknown form")
-    if not (_is_size(step) and _is_size(lsn) and type(shape) is str and type(exact) is bool):
-        raise ValueError("record without a valid step")
-    return RecordHead(kind, timeline, step, lsn, shape, exact, declared)
+_Length = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
-def _rest(row: Sequence[Any]) -> tuple[int, dict[str, bytes], str]:
-    """Return layout number, objects and digest of a record."""
-    layout, objects, record = row[5:8]
-    if type(layout) is not int or type(record) is not str or type(objects) is not dict:
-        raise ValueError("record without a layout, objects or digest")
-    if any(type(name) is not str or type(data) is not bytes for name, data in objects.items()):
-        raise ValueError("record with invalid objects")
-    return layout, objects, record
+class _IndexedEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """An entry in the index, as :func:`layout_to_index` writes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[_Length, ...]
+    stride: tuple[_Length, ...] | None
+    logical_dtype: str | None
 
 
-def _is_size(value: Any) -> bool:
-    # Not isinstance(): bool is a subclass of int, so True would be read as 1.
-    return type(value) is int and 0 <= value < 1 << 63
+class _IndexedRecord(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A record in the index, as :func:`pack_index` writes it.
+
+    Attributes:
+        layout: number of its layout.
+    """
+
+    kind: Literal["update", "mark"]
+    step: Count
+    lsn: Count
+    shape: str
+    exact: bool
+    layout: Count
+    objects: dict[str, bytes]
+    digest: str
+    declared: str = ""
+
+    def head(self, timeline: int) -> RecordHead:
+        return RecordHead(
+            self.kind, timeline, self.step, self.lsn, self.shape, self.exact, self.declared
+        )
+
+
+class _Index(msgspec.Struct):
+    # The index is verified, but a hostile one could still claim any number of records.
+    layouts: list[list[_IndexedEntry]]
+    records: Annotated[list[_IndexedRecord], Meta(max_length=_RECORDS_MAX)]
+
+
+_INDEX = msgspec.msgpack.Decoder(_Index)
+
+
+def _decode_index(data: bytes | memoryview, path: PurePath) -> _Index:
+    try:
+        index = _INDEX.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: not a segment of a log: {error}", path=path) from error
+    if any(row.declared and row.kind != "update" for row in index.records):
+        raise FormatError(f"{path}: a mark with a declared update", path=path)
+    if any(row.layout >= len(index.layouts) for row in index.records):
+        raise FormatError(f"{path}: a record without a layout", path=path)
+    return index
 
 
 def layout_to_index(layout: ShardLayout) -> list[list[Any]]:
@@ -348,27 +367,27 @@ def layout_from_index(fields: Sequence[Sequence[Any]]) -> ShardLayout:
     Raises:
         FormatError: ``fields`` is not a layout.
     """
-    placed = []
-    position = 0
-    for name, dtype, shape, stride, logical in fields:
-        sizes = tuple(shape)
-        twice = logical is not None
-        whole = all(type(n) is int and 0 <= n < 1 << 48 for n in (*sizes, *(stride or ())))
+    try:
+        return _layout_of(msgspec.convert(fields, list[_IndexedEntry]))
+    except msgspec.ValidationError as error:
+        raise FormatError(f"not the layout of a record: {error}") from error
+
+
+def _layout_of(entries: Sequence[_IndexedEntry]) -> ShardLayout:
+    found = []
+    for one in entries:
+        twice = one.logical_dtype is not None
         # A complex entry is stored with a last dimension of 2 that its strides do not have.
-        fits = stride is None or len(stride) == len(sizes) - twice
-        known = not twice or (dtype, logical, sizes[-1:]) == ("F64", "complex128", (2,))
-        if type(name) is not str or dtype not in DTYPE_BYTES or not (whole and fits and known):
-            raise FormatError(f"a record has an impossible entry {name!r:.80}")
-        entry = Entry.whole(
-            name,
-            dtype,
-            sizes,
-            stride=None if stride is None else tuple(stride),
-            logical_dtype=logical,
+        fits = one.stride is None or len(one.stride) == len(one.shape) - twice
+        stored = (one.dtype, one.logical_dtype, one.shape[-1:])
+        known = not twice or stored == ("F64", "complex128", (2,))
+        if one.dtype not in DTYPE_BYTES or not (fits and known):
+            raise FormatError(f"a record has an impossible entry {one.name!r:.80}")
+        logical = one.logical_dtype
+        found.append(
+            Entry.whole(one.name, one.dtype, one.shape, stride=one.stride, logical_dtype=logical)
         )
-        placed.append(Placed(entry, position, position + entry.size_bytes))
-        position += entry.size_bytes
-    return ShardLayout(tuple(placed))
+    return ShardLayout(in_sequence(found))
 
 
 def gathered(layout: ShardLayout, flat: Mapping[str, memoryview], path: PurePath) -> memoryview:
@@ -420,7 +439,3 @@ def pack_index(records: Sequence[LogRecord]) -> bytes:
         )
     data: bytes = msgpack.packb({"layouts": layouts, "records": rows})
     return data
-
-
-def _width(dtype: str) -> int:
-    return DTYPE_BYTES[dtype]

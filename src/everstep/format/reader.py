@@ -82,11 +82,37 @@ def read_header(file: ReadFile, record: FileRecord, path: PurePath) -> ShardHead
     return decode_header(bytes(data), record.length, path)
 
 
+class OpenShard(NamedTuple):
+    """A shard opened for reading.
+
+    Attributes:
+        record: its length and digests, from the marker.
+        header: its header, verified.
+    """
+
+    file: ReadFile
+    record: FileRecord
+    header: ShardHeader
+    path: PurePath
+
+    @classmethod
+    def open(cls, filesystem: FileSystem, path: PurePath, record: FileRecord) -> OpenShard:
+        """Open a shard and verify its header; the caller closes the file.
+
+        Raises:
+            DamageError, FormatError: as of :func:`read_header`.
+            OSError: the file is missing or cannot be read.
+        """
+        file = filesystem.open(path, direct=True)
+        try:
+            return cls(file, record, read_header(file, record, path), path)
+        except BaseException:
+            file.close()
+            raise
+
+
 def read_body(
-    file: ReadFile,
-    header: ShardHeader,
-    record: FileRecord,
-    path: PurePath,
+    shard: OpenShard,
     ring: ChunkRing,
     *,
     timeout_s: float,
@@ -113,29 +139,25 @@ def read_body(
         DeadlineError: a transfer hangs.
     """
 
+    _, record, header, path = shard
     chosen = range(len(header.placed)) if wanted is None else wanted
 
     def check(number: int, found: str) -> None:
         index = chosen[number]
         if found != header.digests[index]:
-            name = header.placed[index].entry.name
-            damage = DamageError(
-                f"{path}: entry {name!r} is damaged: its digest does not match",
-                entry=name,
-                path=path,
-                step=header.identity.step,
-                rank=header.identity.rank,
-            )
-            if on_damage is None:
-                raise damage
-            on_damage(damage)
+            report(_damaged_entry(shard, index))
         elif on_entry is not None:
             on_entry(index)
+
+    def report(damage: DamageError) -> None:
+        if on_damage is None:
+            raise damage
+        on_damage(damage)
 
     # The sink gets the last bytes of an entry before the digester completes it and calls `check`.
     digester = Digester([header.placed[index] for index in chosen], check)
     if reads is None:
-        reads = ReadsAhead(file, header, record, path, ring, timeout_s=timeout_s, wanted=wanted)
+        reads = ReadsAhead(shard, ring, timeout_s=timeout_s, wanted=wanted)
     with reads:
         for chunk, block in reads:
             try:
@@ -154,10 +176,22 @@ def read_body(
     # From the digests in the header: the bytes have been compared with each of them above.
     whole = digest_of_file(record.header_digest, header.digests)
     if whole != record.digest:
-        damage = DamageError(f"{path}: the file's digest does not match its marker", path=path)
-        if on_damage is None:
-            raise damage
-        on_damage(damage)
+        report(DamageError(f"{path}: the file's digest does not match its marker", path=path))
+
+
+def _damaged_entry(shard: OpenShard, index: int) -> DamageError:
+    name = shard.header.placed[index].entry.name
+    return _damage(shard, f"entry {name!r} is damaged: its digest does not match", name)
+
+
+def _damage(shard: OpenShard, problem: str, entry: str | None = None) -> DamageError:
+    return DamageError(
+        f"{shard.path}: {problem}",
+        entry=entry,
+        path=shard.path,
+        step=shard.header.identity.step,
+        rank=shard.header.identity.rank,
+    )
 
 
 class _Chunk(NamedTuple):
@@ -179,17 +213,13 @@ class ReadsAhead:
 
     def __init__(
         self,
-        file: ReadFile,
-        header: ShardHeader,
-        record: FileRecord,
-        path: PurePath,
+        shard: OpenShard,
         ring: ChunkRing,
         *,
         timeout_s: float,
         wanted: Sequence[int] | None = None,
     ) -> None:
-        self._file = file
-        self._path = path
+        self._file, record, header, self._path = shard
         self._ring = ring
         self._timeout_s = timeout_s
         self._room_bytes = header.room_bytes
@@ -313,22 +343,15 @@ class CheckedFile:
     the marker's, before the last bytes are returned. So a complete copy is a copy of the written
     file.
 
-    Args:
-        header: header, verified against ``record``.
     """
 
-    def __init__(
-        self, file: ReadFile, header: ShardHeader, record: FileRecord, path: PurePath
-    ) -> None:
-        self._file = file
-        self._header = header
-        self._record = record
-        self._path = path
+    def __init__(self, shard: OpenShard) -> None:
+        self._shard = shard
         self._begin()
 
     @property
     def size_bytes(self) -> int:
-        return self._record.length
+        return self._shard.record.length
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Read the next bytes; offset 0 starts again from the beginning.
@@ -341,52 +364,42 @@ class CheckedFile:
         if offset == 0:
             self._begin()
         assert offset == self._at, "a checked file is read in order"
+        file, record, header, path = self._shard
         try:
-            got = self._file.read_into(buffer, offset)
+            got = file.read_into(buffer, offset)
         except OSError as error:
             raise StorageError(
-                f"could not read {self._path.name}: {error.strerror or error}",
-                step=self._header.identity.step,
-                rank=self._header.identity.rank,
-                path=self._path,
+                f"could not read {path.name}: {error.strerror or error}",
+                step=header.identity.step,
+                rank=header.identity.rank,
+                path=path,
                 hint="check the disk or the network file system (dmesg, df, mount)",
             ) from error
-        data = buffer.cast("B")[: min(got, self._record.length - offset)]
+        data = buffer.cast("B")[: min(got, record.length - offset)]
         self._at += data.nbytes
-        room = self._header.room_bytes
-        if len(self._head) < room:
-            head = data[: room - len(self._head)]
+        if len(self._head) < header.room_bytes:
+            head = data[: header.room_bytes - len(self._head)]
             self._head += head
             data = data[head.nbytes :]
         self._digester.update(data)
-        if self._at == self._record.length:
+        if self._at == record.length:
             self._check_whole()
         return got
 
     def close(self) -> None:
-        self._file.close()
+        self._shard.file.close()
 
     def _begin(self) -> None:
         self._at = 0
         self._head = bytearray()
-        self._digester = Digester(self._header.placed, self._check_entry)
+        self._digester = Digester(self._shard.header.placed, self._check_entry)
 
     def _check_entry(self, index: int, found: str) -> None:
-        if found != self._header.digests[index]:
-            name = self._header.placed[index].entry.name
-            raise self._damage(f"entry {name!r} is damaged: its digest does not match", name)
+        if found != self._shard.header.digests[index]:
+            raise _damaged_entry(self._shard, index)
 
     def _check_whole(self) -> None:
-        if digest(memoryview(self._head)) != self._record.header_digest:
-            raise self._damage("the header's digest does not match", None)
-        if len(self._digester.digests) != len(self._header.digests):
-            raise self._damage("the file ends before its last entry", None)
-
-    def _damage(self, problem: str, entry: str | None) -> DamageError:
-        return DamageError(
-            f"{self._path}: {problem}",
-            entry=entry,
-            path=self._path,
-            step=self._header.identity.step,
-            rank=self._header.identity.rank,
-        )
+        if digest(memoryview(self._head)) != self._shard.record.header_digest:
+            raise _damage(self._shard, "the header's digest does not match")
+        if len(self._digester.digests) != len(self._shard.header.digests):
+            raise _damage(self._shard, "the file ends before its last entry")

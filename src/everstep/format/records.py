@@ -12,14 +12,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec import Meta
 
-from everstep.errors import DamageError, FormatError, NewerFormatError
+from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
-from everstep.format.header import ShardIdentity
+from everstep.format.header import ShardIdentity, refuse_newer
 from everstep.format.message_codec import Count
 from everstep.format.names import FORMAT_VERSION, parse_shard
 from everstep.state.layout import ReplicaDigest
@@ -50,23 +50,36 @@ def canonical(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True, indent=1, allow_nan=False).encode("ascii") + b"\n"
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """``run.json``: marks a directory as a run."""
+class _Record:
+    """Record with the fields of a dataclass.
 
-    run: _RunId
+    Attributes:
+        KIND: field ``kind`` of the JSON.
+    """
+
+    __slots__ = ()
+    KIND: ClassVar[str]
 
     def encode(self) -> bytes:
-        return _encode("run", _fields_of(self))
+        return _encode(self.KIND, _fields_of(self))
 
     @classmethod
-    def decode(cls, data: bytes, path: PurePath) -> RunRecord:
-        found: RunRecord = _convert(_decode("run", data, path), cls, path)
+    def decode(cls, data: bytes, path: PurePath) -> Self:
+        found: Self = _convert(_decode(cls.KIND, data, path), cls, path)
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class TimelineRecord:
+class RunRecord(_Record):
+    """``run.json``: marks a directory as a run."""
+
+    KIND = "run"
+
+    run: _RunId
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRecord(_Record):
     """``timeline.json``: created exclusively when a process takes the run over; the fence.
 
     Attributes:
@@ -82,6 +95,8 @@ class TimelineRecord:
             from it; written only then.
     """
 
+    KIND = "timeline"
+
     run: _Text
     timeline: Count
     parent: Count | None
@@ -91,14 +106,6 @@ class TimelineRecord:
     fingerprint: Mapping[str, str]
     created_unix_s: float
     base: tuple[Count, Count] | None = None
-
-    def encode(self) -> bytes:
-        return _encode("timeline", _fields_of(self))
-
-    @classmethod
-    def decode(cls, data: bytes, path: PurePath) -> TimelineRecord:
-        found: TimelineRecord = _convert(_decode("timeline", data, path), cls, path)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Marker:
+class Marker(_Record):
     """``rank-00000.done``: this rank's files of this base are durable.
 
     Attributes:
@@ -123,6 +130,8 @@ class Marker:
         common: digests of entries that this rank shares with others; the others' must be equal.
         inexact: reason why the state is not exact, if known; written only then.
     """
+
+    KIND = "marker"
 
     run: _Text
     timeline: Count
@@ -151,12 +160,9 @@ class Marker:
             inexact=identity.inexact[:_REASON_CHARS_MAX],
         )
 
-    def encode(self) -> bytes:
-        return _encode("marker", _fields_of(self))
-
     @classmethod
     def decode(cls, data: bytes, path: PurePath) -> Marker:
-        return _marker(_decode("marker", data, path), path)
+        return _marker(_decode(cls.KIND, data, path), path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditRecord:
+class AuditRecord(_Record):
     """``audit.json``: comparison of a base with a replay from an older one (I9).
 
     Attributes:
@@ -221,6 +227,8 @@ class AuditRecord:
         fingerprint: versions and machine of the replay.
         created_unix_s: time of creation, for users.
     """
+
+    KIND = "audit"
 
     run: _Text
     timeline: Count
@@ -237,12 +245,9 @@ class AuditRecord:
     fingerprint: Mapping[str, str]
     created_unix_s: float
 
-    def encode(self) -> bytes:
-        return _encode("audit", _fields_of(self))
-
     @classmethod
     def decode(cls, data: bytes, path: PurePath) -> AuditRecord:
-        found: AuditRecord = _convert(_decode("audit", data, path), cls, path)
+        found: AuditRecord = _convert(_decode(cls.KIND, data, path), cls, path)
         if len(found.differing) > found.count or (found.count and found.verdict == "equal"):
             raise FormatError(f"{path}: inconsistent audit")
         return found
@@ -342,10 +347,5 @@ def _decode(kind: str, data: bytes, path: PurePath) -> dict[str, Any]:
         raise DamageError(f"{path}: the record's digest does not match its contents", path=path)
     # Checked after the digest, which all formats compute in the same way: so a flipped bit is
     # reported as damage, not as a newer format.
-    if version > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
-            path=path,
-            hint="use the version of everstep that wrote it, or a newer one",
-        )
+    refuse_newer(version, path)
     return found

@@ -84,7 +84,7 @@ class ChunkRing:
         if not self._left:
             return None
         self._left -= 1
-        return Block(CHUNK_BYTES, touch=False)
+        return Block(CHUNK_BYTES)
 
     def give(self, block: Block) -> None:
         """Return a chunk to the ring."""
@@ -210,7 +210,7 @@ def digest_shard(
     digester = Digester(placed)
     end = placed[-1].end if placed else 0
     # One chunk for all, as nothing is written and so nothing waits for a transfer.
-    chunk = Block(CHUNK_BYTES, touch=False)
+    chunk = Block(CHUNK_BYTES)
     for begin in range(0, end, CHUNK_BYTES):
         stop = min(end, begin + CHUNK_BYTES)
         if _held(body, begin, stop, digester) is None:
@@ -275,7 +275,7 @@ def _write(file: WriteFile, data: memoryview, offset: int, block: Block, ring: C
 
 
 def _write_header(file: WriteFile, header: bytes) -> None:
-    aligned = Block(len(header), touch=False)  # aligned memory, to bypass the page cache
+    aligned = Block(len(header))  # aligned memory, to bypass the page cache
     aligned.view[: len(header)] = header
     file.write(aligned.view[: len(header)], 0)
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from everstep.errors import AuditError, FormatError
 from everstep.format import BasePlan
-from everstep.format.log import RecordHead, layout_from_index, layout_to_index
+from everstep.format.log import RecordHead
 from everstep.link.capture import shard_offsets
+from everstep.link.messages import from_plain, to_plain
 from everstep.state.layout import ShardLayout
 
 
@@ -152,19 +153,13 @@ def assembly_to_wire(
             "objects": dict(update.objects),
             "offset": update.offset,
         }
-    samples = [[some.width_bytes, some.where, some.values] for some in assembly.samples]
-    fuzzy = assembly.fuzzy
-    left = None
-    if fuzzy is not None:
-        seen = [[lsn, sorted(names)] for lsn, names in fuzzy.seen]
-        left = {"seen": seen, "layout": layout_to_index(fuzzy.layout), "data": fuzzy.data}
     # The last message: it makes the keeper take the updates received before and start to rebuild.
     yield {
         "kind": "assemble",
         "number": number,
         "shape": assembly.shape,
-        "samples": samples,
-        "fuzzy": left,
+        "samples": to_plain(assembly.samples),
+        "fuzzy": to_plain(assembly.fuzzy),
     }
 
 
@@ -175,12 +170,8 @@ def assembly_from_wire(message: Mapping[str, Any], updates: Sequence[PartialUpda
         updates: updates from the messages before.
 
     Raises:
-        FormatError: the message holds an invalid layout.
+        KeeperError: the message has invalid fields.
     """
-    samples = tuple(Samples(*some) for some in message["samples"])
-    left = message["fuzzy"]
-    fuzzy = None
-    if left is not None:
-        seen = [(lsn, names) for lsn, names in left["seen"]]
-        fuzzy = FuzzyParts(seen, layout_from_index(left["layout"]), left["data"])
+    samples = from_plain(message["samples"], tuple[Samples, ...])
+    fuzzy = from_plain(message["fuzzy"], FuzzyParts | None)
     return Assembly(message["shape"], updates, samples, fuzzy)

@@ -228,10 +228,11 @@ class Incoming:
                     )
 
 
+@dataclass(eq=False, slots=True)
 class ArenaBody:
     """Body of a shard in a block of memory that mirrors its file; the objects follow.
 
-    Args:
+    Attributes:
         memory: whole pages; the first ``tensors_bytes`` hold the tensors.
         tensors_bytes: size of the tensors in bytes.
         begin: offset of ``memory`` in the block whose progress ``incoming`` counts.
@@ -239,35 +240,26 @@ class ArenaBody:
         has_objects: True if the objects belong to this shard.
     """
 
-    def __init__(
-        self,
-        memory: memoryview,
-        tensors_bytes: int,
-        begin: int,
-        incoming: Incoming,
-        *,
-        has_objects: bool,
-    ) -> None:
-        self._memory = memory
-        self._tensors_bytes = tensors_bytes
-        self._begin = begin
-        self._incoming = incoming
-        self._has_objects = has_objects
+    memory: memoryview
+    tensors_bytes: int
+    begin: int
+    incoming: Incoming
+    has_objects: bool
 
     def held(self, begin: int, end: int) -> memoryview | None:
         # Objects lie outside of the block, and the last page may exceed it: such ranges need a
         # copy.
-        if end > self._memory.nbytes or (self._has_objects and end > self._tensors_bytes):
+        if end > self.memory.nbytes or (self.has_objects and end > self.tensors_bytes):
             return None
         # The memory is handed to the disk without a copy, so the bytes must have arrived before.
-        self._incoming.wait_for(self._begin + min(end, self._tensors_bytes))
-        return self._memory[begin:end]
+        self.incoming.wait_for(self.begin + min(end, self.tensors_bytes))
+        return self.memory[begin:end]
 
     def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
         end = begin + chunk.nbytes
         # Only up to the tensors: padding and objects are not copied into the block, and the
         # progress word never counts them.
-        self._incoming.wait_for(self._begin + min(end, self._tensors_bytes))
+        self.incoming.wait_for(self.begin + min(end, self.tensors_bytes))
         first = 0
         for part in self._parts():
             start = max(begin, first)
@@ -285,11 +277,11 @@ class ArenaBody:
             first += part.nbytes
 
     def objects_bytes(self) -> Mapping[str, int]:
-        if not self._has_objects:
+        if not self.has_objects:
             return {}
-        return {name: len(data) for name, data in self._incoming.objects().items()}
+        return {name: len(data) for name, data in self.incoming.objects().items()}
 
     def _parts(self) -> Iterator[memoryview]:
-        yield self._memory[: self._tensors_bytes]
-        if self._has_objects:
-            yield from (memoryview(data) for data in self._incoming.objects().values())
+        yield self.memory[: self.tensors_bytes]
+        if self.has_objects:
+            yield from (memoryview(data) for data in self.incoming.objects().values())

@@ -57,17 +57,17 @@ Counters of a keeper, as it reports them to the trainer.
 Records of the gradient log on their way to the keeper: numbers of layouts, memory of records.
 
 A layout is sent once; later records refer to it by number. Both sides forget the layouts that were
-unused for longest (:mod:`everstep.state.layout.lru`), and reuse their numbers. That is safe, as
-messages of a connection arrive in order, and a record that the keeper holds refers to its layout
-itself. No torch is needed here.
+unused for longest (:class:`~everstep.state.layout.shards.LRUCache`), and reuse their numbers. That
+is safe, as messages of a connection arrive in order, and a record that the keeper holds refers to
+its layout itself. No torch is needed here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -77,13 +77,12 @@ from everstep.commit import BaseId
 from everstep.commit.peer_copies import peer_of
 from everstep.errors import KeeperError
 from everstep.format import BasePlan, ShardIdentity
-from everstep.format.header import ShardPlan
 from everstep.format.log import layout_from_index, layout_to_index
 from everstep.link.capture import Capture
-from everstep.state.layout import Entry, Placed, ReplicaDigest, ShardLayout
-from everstep.state.layout.lru import LRUCache
+from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import LRUCache
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the messages. Trainer and keeper, which may come from different installations, must
 have the same."""
 
@@ -97,19 +96,37 @@ def parts_of(data: bytes) -> Iterator[bytes]:
         yield data[begin : begin + OBJECT_PART_BYTES]
 
 
+def to_plain(value: Any) -> Any:
+    """Encode an object of typed fields for a message; :func:`from_plain` decodes it."""
+    return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain)
+
+
+def from_plain(fields: Any, kind: Any) -> Any:
+    """Decode an object of this type from a message.
+
+    Raises:
+        KeeperError: the fields are of another type; names the field.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise KeeperError(f"invalid fields in a message: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else list(value)
+
+
 def identity_to_wire(identity: ShardIdentity) -> dict[str, Any]:
     """Encode the identity of a base."""
-    fields = asdict(identity)
-    # A property of single files; always False for a base.
-    del fields["static"]
-    return fields
+    found: dict[str, Any] = to_plain(identity)
+    return found
 
 
 def identity_from_wire(fields: Mapping[str, Any]) -> ShardIdentity:
     """Decode the identity of a base."""
-    # msgpack returns plain lists and dicts: restore the types that identities are compared by.
-    common = tuple(ReplicaDigest(**one) for one in fields["common"])
-    return ShardIdentity(**{**fields, "common": common})
+    found: ShardIdentity = from_plain(fields, ShardIdentity)
+    return found
 
 
 def begin_to_wire(capture: Capture) -> dict[str, Any]:
@@ -129,68 +146,13 @@ def begin_to_wire(capture: Capture) -> dict[str, Any]:
 
 def layout_to_wire(plan: BasePlan) -> dict[str, Any]:
     """Encode the fields of a plan that are the same for all bases of a layout."""
-    return {
-        "shards": [
-            {
-                "name": shard.name,
-                "aliases": dict(shard.aliases),
-                "room_bytes": shard.room_bytes,
-                "objects_bytes": shard.objects_bytes,
-                "static": shard.static,
-                "placed": [_placed_to_wire(place) for place in shard.layout.placed],
-            }
-            for shard in plan.shards
-        ],
-        "kinds": dict(plan.kinds),
-    }
+    return {"shards": to_plain(plan.shards), "kinds": dict(plan.kinds)}
 
 
-def layout_from_wire(fields: Mapping[str, Any], identity: ShardIdentity) -> BasePlan:
+def plan_from_wire(layout: Mapping[str, Any], identity: Mapping[str, Any]) -> BasePlan:
     """Return the plan of one base of a layout."""
-    shards = tuple(
-        ShardPlan(
-            shard["name"],
-            ShardLayout(tuple(_placed_from_wire(place) for place in shard["placed"])),
-            shard["aliases"],
-            shard["room_bytes"],
-            shard["objects_bytes"],
-            static=shard["static"],
-        )
-        for shard in fields["shards"]
-    )
-    return BasePlan(identity, shards, fields["kinds"])
-
-
-def _placed_to_wire(place: Placed) -> list[Any]:
-    # _placed_from_wire() reads the fields in this order: a change needs another PROTOCOL.
-    e = place.entry
-    return [
-        place.begin,
-        place.end,
-        e.name,
-        e.dtype,
-        e.shape,
-        e.global_shape,
-        e.global_offset,
-        e.placement,
-        e.stride,
-        e.logical_dtype,
-    ]
-
-
-def _placed_from_wire(fields: Sequence[Any]) -> Placed:
-    begin, end, name, dtype, shape, whole, offset, placement, stride, logical = fields
-    entry = Entry(
-        name,
-        dtype,
-        tuple(shape),
-        tuple(whole),
-        tuple(offset),
-        placement,
-        None if stride is None else tuple(stride),
-        logical,
-    )
-    return Placed(entry, begin, end)
+    found: BasePlan = from_plain({**layout, "identity": identity}, BasePlan)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,27 +198,14 @@ class JobSession:
 
     def to_wire(self) -> dict[str, Any]:
         """Return the fields for a message."""
-        # Bases are structs of msgspec, which asdict() leaves as they are.
-        found: dict[str, Any] = msgspec.to_builtins(self)
+        found: dict[str, Any] = to_plain(self)
         return found
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> JobSession:
         """Decode the fields of :meth:`to_wire`."""
-        # msgpack returns lists: restore the tuples.
-        return cls(
-            fields["session"],
-            fields["rank"],
-            tuple(fields["disks"]),
-            tuple((host, port) for host, port in fields["peers"]),
-            _base(fields["recovered"]),
-            _base(fields["spare"]),
-            tuple(BaseId(*base) for base in fields["unreadable"]),
-            fields["again"],
-            tuple(fields["lost"]),
-            tuple(fields["nodes"]),
-            fields["unread"],
-        )
+        found: JobSession = from_plain(fields, cls)
+        return found
 
 
 def mailbox_error(host: str, port: int, error: OSError) -> KeeperError:
@@ -266,10 +215,6 @@ def mailbox_error(host: str, port: int, error: OSError) -> KeeperError:
         f"{error.strerror or error}",
         hint="MASTER_ADDR must be an address that this machine can reach",
     )
-
-
-def _base(fields: Sequence[int] | None) -> BaseId | None:
-    return None if fields is None else BaseId(*fields)
 
 
 @dataclass(slots=True)
@@ -345,7 +290,6 @@ class LogLayouts:
 
     Args:
         send: sends a message to the keeper.
-        numbers: layouts with a number; None for none.
 
     Attributes:
         lock: to be held from the call of :meth:`number` until the message with that number was
@@ -353,14 +297,10 @@ class LogLayouts:
             otherwise another thread could give the number to another layout first.
     """
 
-    def __init__(
-        self,
-        send: Callable[[dict[str, Any]], None],
-        numbers: LRUCache[int, tuple[ShardLayout, int]] | None = None,
-    ) -> None:
+    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
         self.lock = threading.Lock()
         self._send = send
-        self._numbers = LRUCache() if numbers is None else numbers
+        self._numbers = LRUCache[int, tuple[ShardLayout, int]]()
         self._free: list[int] = []
 
     def number(self, layout: ShardLayout) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,6 +18,35 @@ from everstep.seams.processes import Condition
 _WARM_BYTES = 64 << 20
 _NO_WORD = -1
 _VIEWS_MAX = 64
+
+
+class BlockKeeper(Protocol):
+    """Keeper that writes captures from the blocks of a pool.
+
+    Attributes:
+        lost: reason why it no longer writes anything; None while it does.
+    """
+
+    lost: EverstepError | None
+
+    @property
+    def moves(self) -> int:
+        """Counter that changes while a base or retention makes progress."""
+        ...
+
+    @property
+    def log_moves(self) -> int:
+        """Counter that changes while writing the log makes progress."""
+        ...
+
+
+class LogInMemory(Protocol):
+    """Gradient log that uses blocks of a pool."""
+
+    def give_way(self) -> bool:
+        """Release all records for a base; return True if there were any. Called with the lock of
+        the pool held."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -49,24 +79,18 @@ class CapturePool:
 
     Args:
         arena: shared memory of this process and its keeper.
-        lost: returns why the keeper of this arena is lost; None if it is not. A keeper that does
-            not
-            answer may still be alive and write its captures: no memory is handed out again then.
+        keeper: keeper of this arena; None: there is none yet. If it is lost, no memory is handed
+            out again: a keeper that does not answer may still be alive and write its captures.
 
     Attributes:
-        moves: returns a value that changes while bases are being written, after which blocks will
-            be
-            released; None if unknown.
-        give_way: called if a base does not fit though none is in flight; returns True if the
-            gradient
-            log, which uses the memory, has released any.
+        log: gives way if a base does not fit though none is in flight; None: no log uses the
+            memory.
     """
 
-    def __init__(
-        self, arena: Arena, lost: Callable[[], EverstepError | None] = lambda: None
-    ) -> None:
+    def __init__(self, arena: Arena, keeper: BlockKeeper | None = None) -> None:
         self.arena = arena
-        self._lost = lost
+        self.keeper = keeper
+        self.log: LogInMemory | None = None
         self._allocator = Allocator(arena.size_bytes)
         # Free progress words. Each capture takes one: their number limits captures even if the
         # arena has space for more.
@@ -79,9 +103,7 @@ class CapturePool:
         self._retired = False
         self._whole: torch.Tensor | None = None
         self._views: dict[tuple[int, int], torch.Tensor] = {}
-        self.moves: Callable[[], object] | None = None
         self._stuck = False  # a wait has timed out, and nothing was released since
-        self.give_way: Callable[[], bool] = lambda: False
 
     @property
     def whole(self) -> torch.Tensor:
@@ -201,7 +223,7 @@ class CapturePool:
         """
         with self._changed:
             # A keeper that seems lost may still read its captures from this memory.
-            if self._lost() is not None:
+            if self._lost is not None:
                 return None
             offset = self._allocate(size_bytes, beside_bytes)
             return None if offset is None else Block(offset, size_bytes, _NO_WORD, beside_bytes)
@@ -257,20 +279,20 @@ class CapturePool:
             self._changed.notify_all()
             self._close_retired()
 
-    def drop_kept(self, *, but: Block | None = None) -> None:
-        """Free all kept blocks but one: a newer base exists."""
+    def drop_kept(self) -> None:
+        """Free all kept blocks: a newer base exists."""
         with self._changed:
             while self._kept:
-                block = self._kept.pop(0)
-                if block is but:
-                    self._kept.append(block)
-                    return
-                self._forget(block)
+                self._forget(self._kept.pop(0))
 
     def release(self, block: Block) -> None:
         """Free a block."""
         with self._changed:
             self._free(block)
+
+    @property
+    def _lost(self) -> EverstepError | None:
+        return None if self.keeper is None else self.keeper.lost
 
     @property
     def _in_flight(self) -> int:
@@ -309,7 +331,7 @@ class CapturePool:
 
         def take() -> bool:
             # Checked at each turn: no block may be handed out after the keeper was lost.
-            if (lost := self._lost()) is not None:
+            if (lost := self._lost) is not None:
                 raise lost
             if in_flight_max is not None and self._in_flight >= in_flight_max:
                 return False
@@ -323,14 +345,16 @@ class CapturePool:
                     self._forget(self._kept.pop(0))
                 # The log is given up only if no base is in flight: the end of one would free memory
                 # without a gap in the log.
-                elif self._in_flight or not self.give_way():
+                elif self._in_flight or self.log is None or not self.log.give_way():
                     return False
 
+        keeper = self.keeper
         still = StallTimer(timeout_s)
-        look_s = timeout_s if self.moves is None else still.poll_s
+        look_s = timeout_s if keeper is None else still.poll_s
         try:
             while not (there := self._changed.wait_for(take, look_s)):
-                if self.moves is None or still.is_over(self.moves()):
+                # While bases are being written, blocks will be released.
+                if keeper is None or still.is_over((keeper.moves, keeper.log_moves)):
                     break
         except BaseException:
             # An interrupt may come after take() has succeeded: the block would be lost.

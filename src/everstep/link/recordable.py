@@ -15,13 +15,13 @@ from everstep.compress.compressor import Compressor
 from everstep.compress.lossy import Lossy
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
-from everstep.errors import EverstepError, OptionError, UnsupportedStateError
+from everstep.errors import OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
+from everstep.link.pool import BlockKeeper
 from everstep.replay.exactness import options_refusal, refusal
 from everstep.state.layout import Entry, ShardLayout
 from everstep.state.layout.entries import INDICES, INT8, SCALES, VALUES, shape_digest
-from everstep.state.layout.lru import LRUCache
-from everstep.state.layout.shards import plan_shards
+from everstep.state.layout.shards import LRUCache, plan_shards
 from everstep.state.providers import OptimizerProvider, local_optimizer
 from everstep.state.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State
@@ -31,24 +31,8 @@ if TYPE_CHECKING:
     from everstep.compress.ddp import DDPCompression
 
 
-class LogKeeper(Protocol):
-    """Receiver of log records: the keeper process, or a keeper thread in this process.
-
-    Attributes:
-        lost: reason why it no longer writes anything; None while it does.
-    """
-
-    lost: EverstepError | None
-
-    @property
-    def moves(self) -> int:
-        """Counter that changes while a base or retention makes progress."""
-        ...
-
-    @property
-    def log_moves(self) -> int:
-        """Counter that changes while writing the log makes progress."""
-        ...
+class LogKeeper(BlockKeeper, Protocol):
+    """Receiver of log records: the keeper process, or a keeper thread in this process."""
 
     def log(
         self,

@@ -23,8 +23,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import xxhash
 
 from everstep.errors import KeeperError, KeeperTimeoutError
@@ -32,8 +33,7 @@ from everstep.seams import PosixFileSystem
 from everstep.seams.locks import LockedFile, file_identity, lock_file, same_file, try_lock
 from everstep.seams.machine import resolve_path
 from everstep.seams.processes import RUNTIME_DIR_VARIABLE, PidWatch
-from everstep.seams.processes.processes import has_file_open
-from everstep.seams.processes.runtime import refresh_times, runtime_folder
+from everstep.seams.processes.processes import has_file_open, refresh_times, runtime_folder
 from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX, listen_at
 
 _GATE = "registry.lock"
@@ -96,6 +96,9 @@ def keeper_files(key: str, *, create: bool = True) -> KeeperFiles:
     return KeeperFiles(folder / f"{key}.json", path, folder / f"{key}.log")
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
 @dataclass(frozen=True, slots=True)
 class KeeperInfo:
     """Identity of a keeper.
@@ -110,12 +113,12 @@ class KeeperInfo:
         started_unix_s: start time, for display.
     """
 
-    pid: int
+    pid: _Number
     run: str
     run_id: str
-    rank: int
+    rank: _Number
     version: str
-    protocol: int
+    protocol: _Number
     started_unix_s: float
 
     @property
@@ -130,24 +133,12 @@ class KeeperInfo:
     @classmethod
     def decode(cls, data: bytes) -> KeeperInfo | None:
         """Decode the contents of the file; None for anything else."""
+        # A newer version of everstep may write more fields: they are ignored.
         try:
-            fields = json.loads(data)
-        except (ValueError, RecursionError):
+            # Not by msgspec's own decoder, which refuses the surrogates of undecodable paths.
+            return msgspec.convert(json.loads(data), cls)
+        except (msgspec.ValidationError, ValueError, RecursionError):
             return None
-        if not isinstance(fields, dict):
-            return None
-        # A newer version of everstep may write more fields: ignore them.
-        found: dict[str, Any] = {name: fields.get(name) for name in cls.__slots__}
-        numbers = (found["pid"], found["rank"], found["protocol"])
-        texts = (found["run"], found["run_id"], found["version"])
-        started = found["started_unix_s"]
-        if not all(isinstance(value, str) for value in texts):
-            return None
-        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in numbers):
-            return None
-        if not isinstance(started, (int, float)):
-            return None
-        return cls(**found)
 
 
 class Registration:
@@ -445,19 +436,10 @@ def read_tail(path: PurePath, *, lines_max: int = 12, bytes_max: int = 8192) -> 
     """Return the last lines of a text file; an empty list if it cannot be read."""
     # For the text of an error only: a log that cannot be read must not hide that error.
     try:
-        file = _FILES.open(path)
+        text = _read(path, bytes_max, at_end=True).decode("utf-8", "replace")
     except OSError:
         return []
-    try:
-        start = max(0, file.size_bytes - bytes_max)
-        buffer = bytearray(file.size_bytes - start)
-        count = file.read_into(memoryview(buffer), start)
-    except OSError:
-        return []
-    finally:
-        file.close()
-    lines = buffer[:count].decode("utf-8", "replace").splitlines()
-    return [line for line in lines if line.strip()][-lines_max:]
+    return [line for line in text.splitlines() if line.strip()][-lines_max:]
 
 
 # --- Helpers ----------------------------------------------------------------------------
@@ -497,7 +479,7 @@ def _holder(files: KeeperFiles) -> KeeperInfo | None:
         return None
     if lock is None:
         try:
-            return KeeperInfo.decode(_read(files.info))
+            return KeeperInfo.decode(_read(files.info, _INFO_BYTES_MAX))
         except FileNotFoundError:
             # It has ended meanwhile: releasing a key does not take the gate.
             return None
@@ -527,13 +509,12 @@ def _clear_log(files: KeeperFiles) -> None:
         lock.release()
 
 
-def _read(path: PurePath) -> bytes:
-    file = _FILES.open(path)
-    try:
-        buffer = bytearray(min(file.size_bytes, _INFO_BYTES_MAX))
-        return bytes(buffer[: file.read_into(memoryview(buffer), 0)])
-    finally:
-        file.close()
+def _read(path: PurePath, bytes_max: int, *, at_end: bool = False) -> bytes:
+    """Return at most ``bytes_max`` bytes of a file, from its beginning or up to its end."""
+    with contextlib.closing(_FILES.open(path)) as file:
+        buffer = bytearray(min(file.size_bytes, bytes_max))
+        start = file.size_bytes - len(buffer) if at_end else 0
+        return bytes(buffer[: file.read_into(memoryview(buffer), start)])
 
 
 def _unlink(path: PurePath) -> None:

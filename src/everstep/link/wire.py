@@ -31,7 +31,6 @@ from everstep.seams.sockets import (
     accept_stream,
     close_descriptors,
     own_uid,
-    stream_pair,
 )
 
 MESSAGE_BYTES_MAX = 64 << 20
@@ -63,8 +62,9 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
         raise TypeError("the keys of a message are text")
     body: bytes = msgpack.packb(dict(message), unicode_errors="surrogatepass")
     if len(body) > MESSAGE_BYTES_MAX:
+        kind = message.get("kind")
         raise KeeperError(
-            f"a message {_kind_of(message)}has {len(body)} bytes, at most {MESSAGE_BYTES_MAX}"
+            f"a message ({kind!s:.80}) has {len(body)} bytes, at most {MESSAGE_BYTES_MAX}"
         )
     return len(body).to_bytes(_HEADER_BYTES, "little") + body
 
@@ -95,11 +95,6 @@ def decode_message(body: bytes | bytearray) -> dict[str, Any]:
 
 def _no_extensions(code: int, data: bytes) -> Any:
     raise ValueError(f"extension type {code}")
-
-
-def _kind_of(message: Mapping[str, Any]) -> str:
-    kind = message.get("kind")
-    return f"({kind}) " if isinstance(kind, str) else ""
 
 
 # --- Connections ------------------------------------------------------------------------
@@ -389,16 +384,6 @@ class Connection:
         if error.errno in _GONE and self.fileno() >= 0 and error.errno != errno.EBADF:
             return KeeperError(f"{self._other} is gone: it has closed the connection")
         return KeeperError(f"the connection to {self._other} failed: {error.strerror or error}")
-
-
-def connected_pair(**options: Any) -> tuple[Connection, Connection]:
-    """Return two connected sides within this process; for tests.
-
-    Args:
-        options: arguments of :class:`Connection`, for both sides.
-    """
-    one, other = stream_pair()
-    return Connection(one, **options), Connection(other, **options)
 
 
 def accept(

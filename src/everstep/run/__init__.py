@@ -7,14 +7,13 @@ torch. Read in this order:
                the bases
 ``chain``      reach of the gradient log from each base
 ``segments``   segments of the log, and their records
-``log_reads``  records of the log, read ahead of replay
+``log_reads``  records of the log, read ahead of replay; items of a generator, produced ahead
 ``open_base``  a base opened for reading; redo file of a base captured over several steps
 ``tensors``    entries of log records as tensors; shape digest of a base
-``prefetch``   items of a generator, produced ahead in a thread
 ``verify``     full read-back of a base; audits of the bases that a state descends from
-``folder``     creation and checks of the folder at the start of a process
+``folder``     creation and checks of the folder at the start of a process; withdrawal of a
+               pending deletion
 ``fence``      detection of a newer process that has taken the run over
-``uncondemn``  withdrawal of a pending deletion
 """
 
 from everstep.run.chain import Chain

@@ -12,14 +12,21 @@ If a record is damaged, :func:`find_record` looks for the same record in another
 identified by kind, timeline and number, and by its digest in the index of its segment. So a lossy
 copy never replaces an exact record, nor does a record that another process wrote under the same
 number.
+
+:class:`Prefetch` produces the items of a generator ahead of their use, in a thread. Replay of a
+step takes about as long as reading, verifying and decoding the next ones, so both run at the same
+time (LowDiff section IV-C: recovery in parallel).
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Generic, TypeVar
 
 from everstep.arena import ReusedMemory
 from everstep.errors import DamageError, EverstepError, FormatError
@@ -30,7 +37,7 @@ from everstep.run.segments import SegmentFound, open_segment, read_index
 from everstep.seams import FileSystem
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.processes import wait_all
+from everstep.seams.processes import Condition, wait_all
 
 _READ_BYTES = 2 << 20
 _IN_FLIGHT_MAX = 64  # other users of these threads wait for no more than that
@@ -40,18 +47,23 @@ _SHARE_OF_MEMORY = 8  # of available memory
 
 
 class ReadBudget:
-    """Limits on reading a log ahead, and the memory for it.
+    """Threads for reading a log ahead, their timeout, limits, and the memory for it.
 
     Records started before they are requested take at most 64 MiB, or one step. All records that
     were read and are still in use take at most 320 MiB (less if memory is short), or two steps: one
     step is read while the previous one is applied. Fresh memory is slow to obtain, so a larger
     budget would only cost time.
 
+    Args:
+        ring: provides the reading threads.
+
     Attributes:
         ahead_bytes: size of records started, but not requested yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ring: ChunkRing, timeout_s: float) -> None:
+        self.ring = ring
+        self.timeout_s = timeout_s
         self.ahead_bytes = 0
         self._memory = ReusedMemory()
         self._in_flight: deque[Future[int]] = deque()
@@ -117,7 +129,6 @@ class SegmentReads:
     To be used by one thread at a time, and closed by its creator; no read is in flight afterwards.
 
     Args:
-        ring: provides the reading threads.
         budget: shared by all segments of one log.
         first: number of the first record.
         end: number after the last record; None: up to the end of the segment.
@@ -138,19 +149,15 @@ class SegmentReads:
         self,
         filesystem: FileSystem,
         segment: SegmentFound,
-        ring: ChunkRing,
         budget: ReadBudget,
         *,
         first: int,
-        timeout_s: float,
         end: int | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
         self.segment = segment
         self.next = first
-        self._ring = ring
         self._budget = budget
-        self._timeout_s = timeout_s
         self._meanwhile = meanwhile
         self._file, _, header, self._path = open_segment(filesystem, segment)
         try:
@@ -199,7 +206,8 @@ class SegmentReads:
             if done == len(record.reads):
                 self._submit_next(record)
             expected, future = record.reads[done]
-            if read_result(future, self._ring, self._timeout_s, self._path) < expected:
+            budget = self._budget
+            if read_result(future, budget.ring, budget.timeout_s, self._path) < expected:
                 raise DamageError(f"{self._path} is truncated", path=self._path)
             done += 1
         # Not before all its reads are over: close() waits for the reads of pending records.
@@ -239,7 +247,7 @@ class SegmentReads:
         for future in futures:
             future.cancel()
         # A hanging read may still write later. Its memory stays lent, so it is never reused.
-        wait_all(futures, self._timeout_s)
+        wait_all(futures, self._budget.timeout_s)
         for record in self._pending:
             self._release_ahead(record)
         self._pending.clear()
@@ -280,7 +288,7 @@ class SegmentReads:
 
     def _submit_next(self, record: _PendingRecord) -> None:
         memory, offset, expected = record.left.popleft()
-        future = self._ring.threads.submit(self._file.read_into, memory, offset)
+        future = self._budget.ring.threads.submit(self._file.read_into, memory, offset)
         record.reads.append((expected, future))
         self._budget.submitted(future)
 
@@ -311,30 +319,24 @@ def find_record(
         segments: searched lazily, in order.
         filesystem: for segments that do not name their own.
     """
+    budget = ReadBudget(ring, timeout_s)
     for segment in segments:
         places = [number for number, head in enumerate(segment.heads) if key_of(head) == key]
         if segment.problem is not None or not places:
             continue
         files = segment.files or filesystem
         try:
-            found = _read(files, segment, places[0], ring, timeout_s)
+            reads = SegmentReads(files, segment, budget, first=places[0])
+            try:
+                found = reads.read()
+            finally:
+                reads.close()
+            found.verify()
         except (EverstepError, OSError):  # the caller reports the error of the first place
             continue
         if found.digest == digest:
             return found
     return None
-
-
-def _read(
-    files: FileSystem, segment: SegmentFound, place: int, ring: ChunkRing, timeout_s: float
-) -> LogRecord:
-    reads = SegmentReads(files, segment, ring, ReadBudget(), first=place, timeout_s=timeout_s)
-    try:
-        found = reads.read()
-    finally:
-        reads.close()
-    found.verify()
-    return found
 
 
 ReadFrom = Callable[[FileSystem], FileSystem]
@@ -374,10 +376,8 @@ class LogReads:
         read_from: ReadFrom = lambda files: files,
     ) -> None:
         self._filesystem = filesystem
-        self._ring = ring
-        self._timeout_s = timeout_s
         self._read_from = read_from
-        self._budget = ReadBudget()
+        self._budget = ReadBudget(ring, timeout_s)
         self._runs = _runs(expected)  # not open yet
         self._open: deque[SegmentReads] = deque()  # the segment being read comes first
         self._reads_ahead = True
@@ -430,12 +430,10 @@ class LogReads:
         return SegmentReads(
             self._filesystem if files is None else self._read_from(files),
             segment,
-            self._ring,
             self._budget,
             first=first,
             end=end,
             meanwhile=self._submit_ahead,
-            timeout_s=self._timeout_s,
         )
 
     def _submit_ahead(self) -> None:
@@ -470,3 +468,123 @@ def _runs(expected: Iterable[tuple[SegmentFound, int]]) -> deque[_Run]:
         else:
             found.append(_Run(segment, place, place + 1))
     return found
+
+
+_T = TypeVar("_T")
+
+
+class Prefetch(Generic[_T]):
+    """Items of a generator, in order, produced ahead of the consumer.
+
+    An error of the generator is raised in place of the item that it prevented. Use it in a ``with``
+    block: on exit the thread has ended and the generator is closed.
+
+    Args:
+        items: generator run in the thread; nothing else may use its resources meanwhile.
+        count: maximum number of waiting items; one more is being produced.
+        size_bytes: returns the host memory that an item takes.
+        limit_bytes: maximum total size of waiting items and of those that the consumer still holds:
+            the last one returned, and the size given to :meth:`set_held_bytes`. A single item may
+            be larger, and one more is being produced.
+    """
+
+    def __init__(
+        self,
+        items: Generator[_T, None, None],
+        *,
+        count: int,
+        size_bytes: Callable[[_T], int] = lambda item: 0,
+        limit_bytes: int = 0,
+    ) -> None:
+        self._items = items
+        self._count = count
+        self._size_bytes = size_bytes
+        self._limit_bytes = limit_bytes
+        self._changed = Condition()
+        self._waiting: deque[tuple[_T, int]] = deque()
+        self._kept_bytes = self._held_bytes = 0
+        self._ended = self._stopped = self._wanted = False
+        self._error: BaseException | None = None
+        # A daemon: a read that never returns must not keep the process from exiting.
+        self._thread = threading.Thread(target=self._work, name="everstep-ahead", daemon=True)
+
+    def __enter__(self) -> Prefetch[_T]:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        # Join before the generator is closed by anybody else: its resources are free afterwards.
+        self._thread.join()
+
+    def __iter__(self) -> Prefetch[_T]:
+        return self
+
+    @property
+    def ready(self) -> bool:
+        """True if the next item, or the end, can be returned without waiting."""
+        with self._changed:
+            return bool(self._waiting) or self._ended
+
+    def set_held_bytes(self, size_bytes: int) -> None:
+        """Set the size of all returned items that the consumer still uses."""
+        with self._changed:
+            self._kept_bytes = self._held_bytes = size_bytes
+            self._changed.notify_all()
+
+    def __next__(self) -> _T:
+        with self._changed:
+            # The consumer releases the last item before it requests the next one.
+            self._held_bytes = self._kept_bytes
+            self._wanted = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waiting or self._ended)
+            self._wanted = False
+            # Also after an error: items produced before it are valid.
+            if self._waiting:
+                item, size_bytes = self._waiting.popleft()
+                self._held_bytes += size_bytes
+                self._changed.notify_all()
+                return item
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    def _work(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item):
+                    break
+                del item  # only the consumer may keep the item alive
+        except BaseException as error:  # raised in the consumer, in place of the item
+            self._error = error
+        finally:
+            # Before the end is announced: afterwards the consumer may use the resources itself.
+            self._items.close()
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _put(self, item: _T) -> bool:
+        """Queue an item when it fits the limits; return False if the consumer has stopped."""
+        size_bytes = self._size_bytes(item)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._fits(size_bytes))
+            if not self._stopped:
+                self._waiting.append((item, size_bytes))
+                self._changed.notify_all()
+            return not self._stopped
+
+    def _fits(self, size_bytes: int) -> bool:
+        taken_bytes = self._held_bytes + sum(size for _, size in self._waiting)
+        # Always let one item through: an item larger than the limit must not block for ever.
+        if not self._waiting and (self._wanted or not taken_bytes):
+            return True
+        return len(self._waiting) < self._count and taken_bytes + size_bytes <= self._limit_bytes

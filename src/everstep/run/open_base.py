@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from everstep.errors import DamageError, FormatError
-from everstep.format import FileRecord, Marker
+from everstep.format import Marker
 from everstep.format.header import ShardHeader
 from everstep.format.log import LOG_OBJECT, LogRecord, RecordHead
-from everstep.format.reader import read_header
+from everstep.format.reader import OpenShard
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import BaseFound
 from everstep.run.segments import read_heads, read_records
-from everstep.seams import FileSystem, ReadFile
+from everstep.seams import FileSystem
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout import Entry, Placed, Placement, ShardLayout
 from everstep.state.layout.shards import at_lsn
@@ -47,15 +47,7 @@ def is_redo_file(header: ShardHeader) -> bool:
 
 
 def read_redo_file(
-    file: ReadFile,
-    record: FileRecord,
-    header: ShardHeader,
-    path: PurePath,
-    marker: Marker,
-    ring: ChunkRing,
-    *,
-    timeout_s: float,
-    progress: ProgressSink,
+    shard: OpenShard, ring: ChunkRing, *, timeout_s: float, progress: ProgressSink
 ) -> RedoRecords:
     """Read the records of the redo file of an open base, and verify every byte.
 
@@ -63,7 +55,7 @@ def read_redo_file(
         DamageError, FormatError: with the path.
         OSError: the file cannot be read.
     """
-    records = read_records(file, record, header, path, ring, timeout_s=timeout_s, progress=progress)
+    records = read_records(shard, ring, timeout_s=timeout_s, progress=progress)
     updates = tuple(record for record in records[:-1] if record.objects)
     return RedoRecords(updates, records[-1])
 
@@ -87,10 +79,6 @@ def _in_words(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:24])) + (", ..." if len(numbers) > 24 else "") or "none"
 
 
-Opened = tuple[ReadFile, FileRecord, ShardHeader, PurePath]
-"""A file, its record, its header and its path."""
-
-
 @dataclass(slots=True)
 class OpenBase:
     """Open files of one rank of a base, headers verified.
@@ -102,8 +90,8 @@ class OpenBase:
     """
 
     marker: Marker
-    shards: list[Opened] = field(default_factory=list)
-    redo: Opened | None = None
+    shards: list[OpenShard] = field(default_factory=list)
+    redo: OpenShard | None = None
     heads: tuple[RecordHead, ...] = ()
 
     @classmethod
@@ -119,11 +107,10 @@ class OpenBase:
         try:
             for record in opened.marker.files:
                 path = base.path / record.name
-                file = filesystem.open(path, direct=True)
-                # Listed before its header is verified, so that close() closes it after an error.
-                opened.shards.append((file, record, None, path))  # type: ignore[arg-type]
-                header = check_identity(read_header(file, record, path), opened.marker, path)
-                opened.shards[-1] = (file, record, header, path)
+                # Listed before its identity is checked, so that close() closes it after an error.
+                opened.shards.append(OpenShard.open(filesystem, path, record))
+                header = check_identity(opened.shards[-1].header, opened.marker, path)
+                opened.shards[-1] = opened.shards[-1]._replace(header=header)
             opened.split_redo_file()
         except BaseException:
             opened.close()
@@ -131,7 +118,7 @@ class OpenBase:
         return opened
 
     @property
-    def files(self) -> list[Opened]:
+    def files(self) -> list[OpenShard]:
         """All files, in the order of the marker."""
         return self.shards if self.redo is None else [*self.shards, self.redo]
 

@@ -334,7 +334,10 @@ class _Scan:
         if record is not None:
             return record
         record = self._record(path, TimelineRecord)
-        if record is not None and not _plausible(record, number):
+        # A parent that is not older would make histories endless.
+        if record is not None and (
+            record.timeline != number or (record.parent is not None and record.parent >= number)
+        ):
             self.inventory.problems.append((path, "belongs to another timeline"))
             return None
         # Only plausible records are remembered: a damaged one may be restored by hand meanwhile.
@@ -564,11 +567,6 @@ def _how_many_markers(names: set[str]) -> str:
 
 def _base_of(marker: Marker) -> BaseId:
     return BaseId(marker.timeline, marker.step)
-
-
-def _plausible(record: TimelineRecord, number: int) -> bool:
-    # A parent that is not older would make histories endless.
-    return record.timeline == number and (record.parent is None or record.parent < number)
 
 
 def _try(

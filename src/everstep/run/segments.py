@@ -18,7 +18,7 @@ import numpy as np
 
 from everstep.arena import Block
 from everstep.errors import DamageError, EverstepError, FormatError, NewerFormatError
-from everstep.format import FileRecord, Marker, ShardIdentity, TimelineRecord, digest, timeline_dir
+from everstep.format import Marker, TimelineRecord, digest, timeline_dir
 from everstep.format.header import ShardHeader
 from everstep.format.log import (
     LOG_OBJECT,
@@ -35,7 +35,7 @@ from everstep.format.names import (
     parse_segment,
     segment_dir,
 )
-from everstep.format.reader import read_body, read_header, read_record_bytes
+from everstep.format.reader import OpenShard, read_body, read_header, read_record_bytes
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import not_a_directory
 from everstep.seams import DirEntry, FileSystem, ReadFile
@@ -241,18 +241,14 @@ def read_segment(
         DamageError, FormatError: with the path.
         OSError: the segment cannot be read.
     """
-    file, record, header, path = open_segment(filesystem, segment)
+    shard = open_segment(filesystem, segment)
     try:
-        return read_records(
-            file, record, header, path, ring, timeout_s=timeout_s, progress=progress
-        )
+        return read_records(shard, ring, timeout_s=timeout_s, progress=progress)
     finally:
-        file.close()
+        shard.file.close()
 
 
-def open_segment(
-    filesystem: FileSystem, segment: SegmentFound
-) -> tuple[ReadFile, FileRecord, ShardHeader, PurePath]:
+def open_segment(filesystem: FileSystem, segment: SegmentFound) -> OpenShard:
     """Open a segment and verify its header; the caller closes the file.
 
     Raises:
@@ -263,36 +259,17 @@ def open_segment(
     assert marker is not None
     (record,) = marker.files
     path = segment.path / record.name
-    file = filesystem.open(path, direct=True)
-    try:
-        header = read_header(file, record, path)
-        _check_identity(header.identity, marker, path)
-    except BaseException:
-        file.close()
-        raise
-    return file, record, header, path
-
-
-def _check_identity(identity: ShardIdentity, marker: Marker, path: PurePath) -> None:
-    if (identity.run, identity.timeline, identity.step, identity.lsn, identity.rank) != (
-        marker.run,
-        marker.timeline,
-        marker.step,
-        marker.lsn,
-        marker.rank,
-    ):
+    shard = OpenShard.open(filesystem, path, record)
+    mine = shard.header.identity
+    theirs = (marker.run, marker.timeline, marker.step, marker.lsn, marker.rank)
+    if (mine.run, mine.timeline, mine.step, mine.lsn, mine.rank) != theirs:
+        shard.file.close()
         raise FormatError(f"{path} belongs to another segment than its marker", path=path)
+    return shard
 
 
 def read_records(
-    file: ReadFile,
-    record: FileRecord,
-    header: ShardHeader,
-    path: PurePath,
-    ring: ChunkRing,
-    *,
-    timeout_s: float,
-    progress: ProgressSink,
+    shard: OpenShard, ring: ChunkRing, *, timeout_s: float, progress: ProgressSink
 ) -> list[LogRecord]:
     """Return the records of an open segment with a verified header, every byte verified.
 
@@ -300,15 +277,16 @@ def read_records(
         DamageError, FormatError: with the path.
         OSError: the segment cannot be read.
     """
+    _, record, header, path = shard
     # Huge pages, touched only as they are filled. A bytearray would be zeroed first, page by
     # page, which takes three times as long as reading and digesting the segment.
-    body = Block(record.length - header.room_bytes, touch=False).view
+    body = Block(record.length - header.room_bytes).view
     target = np.frombuffer(body, np.uint8)  # releases the GIL while copying
 
     def keep(begin: int, piece: memoryview) -> None:
         target[begin : begin + piece.nbytes] = np.frombuffer(piece, np.uint8)
 
-    read_body(file, header, record, path, ring, timeout_s=timeout_s, progress=progress, sink=keep)
+    read_body(shard, ring, timeout_s=timeout_s, progress=progress, sink=keep)
     data = {place.entry.name: body[place.begin : place.end] for place in header.placed}
     records = records_of_segment(header.identity, data, path)
     # read_body() has compared the bytes with digests made when the segment was written. The digest
@@ -364,21 +342,13 @@ def _scan(filesystem: FileSystem, run: PurePath, place: _Place, rank: int) -> Se
         return bad(f"{path} {not_a_directory(kind)}")
     try:
         # Read by name without a listing: in an object store a listing costs as much as this read.
-        data = read_record_bytes(filesystem, path / name)
-    except FileNotFoundError:
-        return None
-    except EverstepError as error:
-        return bad(error.message)
-    except OSError as error:
-        return bad(f"{path}: {error.strerror or error}")
-    try:
+        try:
+            data = read_record_bytes(filesystem, path / name)
+        except FileNotFoundError:
+            return None
         marker = Marker.decode(data, path / name)
-        if (marker.timeline, marker.step, marker.rank, len(marker.files)) != (
-            timeline,
-            last,
-            rank,
-            1,
-        ):
+        mine = (marker.timeline, marker.step, marker.rank, len(marker.files))
+        if mine != (timeline, last, rank, 1):
             return bad(f"{path / name} belongs to another segment")
         # The heads are read now, so that reach is decided without opening segments again.
         heads = _heads(filesystem, path, marker)

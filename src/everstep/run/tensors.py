@@ -25,13 +25,10 @@ def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
     """Return an entry of a record as a tensor. Read only: it may share the record's memory."""
     entry = place.entry
     data = record.data[place.begin : place.end]
+    tensor = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
     if entry.logical_dtype is not None:
-        tensor = as_complex(_from_memory(data, torch_dtype(entry.dtype), entry.shape))
-    else:
-        tensor = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
-    if entry.stride is None:
-        return tensor
-    return with_strides(tensor, entry.stride)
+        tensor = as_complex(tensor)
+    return tensor if entry.stride is None else with_strides(tensor, entry.stride)
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:

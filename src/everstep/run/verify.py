@@ -6,7 +6,7 @@ Audits of the bases that a state descends from. No I/O and no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from everstep.commit import BaseId
 from everstep.commit.lineage import history
@@ -74,6 +74,8 @@ def verify_base(
     """
     assert base.manifest is not None
     found = _Reading(filesystem, base, ring, timeout_s, progress)
+    if base.problem:
+        found.damages.append(Damage(str(base.path), None, base.problem))
     for marker in base.manifest.markers:
         found.read_marker(marker)
         found.read_files(marker.rank)
@@ -83,31 +85,24 @@ def verify_base(
     return Verdict(found.entries, found.size_bytes, tuple(found.damages))
 
 
+@dataclass(slots=True)
 class _Reading:
     """One reading of all files of a base."""
 
-    def __init__(
-        self,
-        filesystem: FileSystem,
-        base: BaseFound,
-        ring: ChunkRing,
-        timeout_s: float,
-        progress: ProgressSink,
-    ) -> None:
-        self._filesystem = filesystem
-        self._base = base
-        self._ring = ring
-        self._timeout_s = timeout_s
-        self._progress = progress
-        self.damages = [Damage(str(base.path), None, base.problem)] if base.problem else []
-        self.entries = 0
-        self.size_bytes = 0
+    filesystem: FileSystem
+    base: BaseFound
+    ring: ChunkRing
+    timeout_s: float
+    progress: ProgressSink
+    damages: list[Damage] = field(default_factory=list)
+    entries: int = 0
+    size_bytes: int = 0
 
     def read_marker(self, marker: Marker) -> None:
         """Compare a marker on disk with that in the manifest."""
-        path = self._base.path / marker_name(marker.rank)
+        path = self.base.path / marker_name(marker.rank)
         try:
-            if read_record_bytes(self._filesystem, path) != marker.encode():
+            if read_record_bytes(self.filesystem, path) != marker.encode():
                 raise DamageError(f"{path}: differs from the marker listed in the manifest")
         except _BAD as error:
             self._note(str(path), error)
@@ -115,42 +110,39 @@ class _Reading:
     def read_files(self, rank: int) -> None:
         """Read every byte of a rank's files."""
         try:
-            opened = OpenBase.open(self._filesystem, self._base, rank)
+            opened = OpenBase.open(self.filesystem, self.base, rank)
         except _BAD as error:
             of = error.filename if isinstance(error, OSError) else error.path
-            self._note(str(of or self._base.path), error)
+            self._note(str(of or self.base.path), error)
             return
         try:
-            for file, record, header, path in opened.files:
-                self.entries += len(header.placed)
-                self.size_bytes += record.length
+            for shard in opened.files:
+                self.entries += len(shard.header.placed)
+                self.size_bytes += shard.record.length
                 # All damaged entries of a file are listed, not only the first.
                 found: list[DamageError] = []
                 try:
                     read_body(
-                        file,
-                        header,
-                        record,
-                        path,
-                        self._ring,
-                        timeout_s=self._timeout_s,
-                        progress=self._progress,
+                        shard,
+                        self.ring,
+                        timeout_s=self.timeout_s,
+                        progress=self.progress,
                         on_damage=found.append,
                     )
                 except _BAD as error:
-                    self._note(str(path), error)
+                    self._note(str(shard.path), error)
                 for damage in found:
-                    self._note(str(path), damage)
+                    self._note(str(shard.path), damage)
         except _BAD as error:
-            self._note(str(self._base.path), error)
+            self._note(str(self.base.path), error)
         finally:
             opened.close()
 
     def check(self, contents: Callable[[Sequence[OpenBase]], object], world: int) -> None:
         """Check the meaning of the bytes, with the files of all ranks open at once."""
-        base = self._base
+        base = self.base
         try:
-            with open_ranks(self._filesystem, base) as opened:
+            with open_ranks(self.filesystem, base) as opened:
                 contents(opened)
         except _BAD as error:
             # The files of a single rank cannot contradict others.

@@ -8,14 +8,13 @@ lost. The package is used in the training process and in the keeper process. Rea
 ``posix``        Linux's implementation of it
 ``locks``        files and bytes locked during the lifetime of a process
 ``clock``        wall time, monotonic time, time during which this process runs
-``memory``       memory shared between processes
+``memory``       memory shared between processes; fast reads of scattered elements
 ``processes``    starting and watching processes; threads, conditions, signals
 ``mailbox``      messages between ranks
 ``sockets``      Unix sockets
 ``group``        ``torch.distributed``
 ``machine``      properties of this machine
 ``fingerprint``  versions and hardware that bit-exact results depend on
-``gather``       fast reads of scattered elements in host memory
 ``failpoints``   named places at which tests and the demo kill the process
 ``progress``     lines on standard error; progress of long work
 """

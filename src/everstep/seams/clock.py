@@ -48,19 +48,18 @@ class RunningTime:
     def ticking(self) -> Iterator[None]:
         """Read the clock from a background thread while the block runs."""
         over = threading.Event()
-        thread = threading.Thread(
-            target=self._tick, args=(over,), name="everstep-clock", daemon=True
-        )
+
+        def tick() -> None:
+            while not over.wait(_LOOK_S):
+                self.now_s()
+
+        thread = threading.Thread(target=tick, name="everstep-clock", daemon=True)
         thread.start()
         try:
             yield
         finally:
             over.set()
             thread.join()
-
-    def _tick(self, over: threading.Event) -> None:
-        while not over.wait(_LOOK_S):
-            self.now_s()
 
 
 class WaitBudget:
@@ -105,11 +104,8 @@ class Clock(Protocol):
         ...
 
 
-class SystemClock:
+class SystemClock(RunningTime):
     """Clocks of this machine."""
-
-    def __init__(self) -> None:
-        self._running = RunningTime()
 
     def monotonic_s(self) -> float:
         return time.monotonic()
@@ -118,10 +114,7 @@ class SystemClock:
         return time.time()
 
     def running_s(self) -> float:
-        return self._running.now_s()
-
-    def ticking(self) -> AbstractContextManager[None]:
-        return self._running.ticking()
+        return self.now_s()
 
 
 class ManualClock:

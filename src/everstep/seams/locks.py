@@ -43,10 +43,9 @@ class LockedFile:
     """
 
     def __init__(self, path: PurePath, fd: int) -> None:
-        info = os.fstat(fd)
         self.path = path
         self.fd = fd
-        self.identity = (info.st_dev, info.st_ino)
+        self.identity = _identity(os.fstat(fd))
 
     @property
     def is_current(self) -> bool:
@@ -81,13 +80,11 @@ class LockedFile:
 
     def release(self) -> None:
         """Unlock and close, also for forked children that have inherited the descriptor."""
-        fd = self.fd
-        self.fd = -1
-        if fd >= 0:
+        if self.fd >= 0:
             try:
-                fcntl.flock(fd, fcntl.LOCK_UN)
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
             finally:
-                os.close(fd)
+                self.close()
 
     def close(self) -> None:
         """Close without unlocking: a process that inherited the descriptor keeps the lock."""
@@ -115,18 +112,18 @@ def lock_file(
     """
     deadline_s = time.monotonic() + timeout_s
     for _ in range(_REPLACED_MAX):
-        fd = _open(path, create)
+        file = LockedFile(path, _open(path, create))
+        held = False
         try:
-            if not _lock(fd, shared, deadline_s):
-                os.close(fd)
+            if not _lock(file.fd, shared, deadline_s):
                 return None
             # The file may have been deleted or replaced before the lock was granted: check.
-            if file_identity(path) == _identity(os.fstat(fd)):
-                return LockedFile(path, fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+            held = file.is_current
+            if held:
+                return file
+        finally:
+            if not held:
+                file.close()
     raise OSError(
         errno.EBUSY, "the file keeps being replaced while it is being locked", os.fspath(path)
     )
@@ -186,11 +183,6 @@ def _lock(fd: int, shared: bool, deadline_s: float) -> bool:
 def _identity(info: os.stat_result) -> tuple[int, int]:
     return info.st_dev, info.st_ino
 
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system; the command line refuses it first
-    fcntl = None  # type: ignore[assignment]
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 

@@ -40,19 +40,15 @@ def memory_available_bytes() -> int:
     return min(found)
 
 
-def file_bytes_max() -> int | None:
-    """Return the maximum size of a file of this process (``ulimit -f``), which also limits shared
-    memory; None if there is no limit.
+def limit_of(name: str) -> int | None:
+    """Return a limit of this process by its name in :mod:`resource`; None if there is no limit.
+
+    ``RLIMIT_FSIZE`` (``ulimit -f``) also limits shared memory.
     """
     if resource is None:
         return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def with_home(path: str) -> str:
-    """Return ``path`` with a leading ``~`` replaced by the home folder, as a shell does."""
-    return os.path.expanduser(path)
 
 
 def machine_name() -> str:
@@ -93,7 +89,7 @@ def resolve_path(path: PurePath) -> PurePath:
 
 def real_path(path: str) -> PurePath:
     """Return a user's path as an absolute path with links followed, so that each directory has one
-    name.
+    name; a leading ``~`` stands for the home folder, as in a shell.
 
     Dangling links are kept as they are: their target may be a disk that is not mounted, and nothing
     must be created in its place.
@@ -101,6 +97,7 @@ def real_path(path: str) -> PurePath:
     Raises:
         FileNotFoundError: it is relative to a working directory that was removed.
     """
+    path = os.path.expanduser(path)
     # The working directory is read only for relative paths: it may have been removed.
     whole = PurePath(path) if os.path.isabs(path) else PurePath(os.getcwd(), path)
     for at in (whole, *whole.parents):

@@ -61,12 +61,16 @@ class _Descriptors:
                 raise OSError(errno.ELOOP, why, str(path)) from None
             raise
         self.direct = -1
-        if direct and _O_DIRECT:
+        if direct:
             # The first open() has created the file: O_EXCL would refuse it now.
-            keep = flags & ~(os.O_CREAT | os.O_EXCL)
-            # EINVAL: the file system lacks O_DIRECT. Then everything goes through the page cache.
+            self.open_direct(path, flags & ~(os.O_CREAT | os.O_EXCL))
+
+    def open_direct(self, path: PurePath, flags: int) -> None:
+        """Open the file once more for aligned transfers, if the system can."""
+        # EINVAL: the file system lacks O_DIRECT. Then everything goes through the page cache.
+        if _O_DIRECT:
             with contextlib.suppress(OSError):
-                self.direct = os.open(path, keep | _O_NOFOLLOW | _O_CLOEXEC | _O_DIRECT)
+                self.direct = os.open(path, flags | _O_NOFOLLOW | _O_CLOEXEC | _O_DIRECT)
 
     def close(self) -> None:
         plain = self.plain
@@ -196,10 +200,8 @@ class PosixFileSystem:
         if not unshared:
             descriptors.close()
             return None
-        if direct and _O_DIRECT:
-            with contextlib.suppress(OSError):
-                flags = os.O_RDWR | _O_NOFOLLOW | _O_CLOEXEC | _O_DIRECT
-                descriptors.direct = os.open(path, flags)
+        if direct:
+            descriptors.open_direct(path, os.O_RDWR)
         return _PosixWriteFile(descriptors)
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:

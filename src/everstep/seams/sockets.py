@@ -137,12 +137,6 @@ class UnixStream:
         self._socket.close()
 
 
-def stream_pair() -> tuple[UnixStream, UnixStream]:
-    """Return two streams connected with each other, in this process."""
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return UnixStream(one), UnixStream(other)
-
-
 def listen_at(path: PurePath) -> socket.socket:
     """Listen at ``path``, replacing it; for this user only.
 

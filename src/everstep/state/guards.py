@@ -150,7 +150,8 @@ class TensorGuard:
         self._views = views
         self._reading = None
         # is_set_to() is False for a conjugated or negated view, even against itself.
-        if len(tensors) == len(views) and not any(map(_is_read_otherwise, views)):
+        is_plain = not any(map(_is_conj, views)) and not any(map(_is_neg, views))
+        if len(tensors) == len(views) and is_plain:
             self._reading = _reading(views)
 
     def holds(self) -> bool:
@@ -167,10 +168,6 @@ class TensorGuard:
                 return all(map(_is_set_to, self._tensors, self._views))
         except RuntimeError:  # a device without is_set_to()
             return False
-
-
-def _is_read_otherwise(tensor: torch.Tensor) -> bool:
-    return bool(_is_conj(tensor) or _is_neg(tensor))
 
 
 def _reading(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.dtype]] | None:

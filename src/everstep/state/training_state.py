@@ -40,10 +40,10 @@ from everstep.state.providers import (
     unwrap_optimizer,
 )
 from everstep.state.providers.modules import ParameterNames
+from everstep.state.providers.optimizers import is_zero
 from everstep.state.providers.plain import Occurrences, PlainProvider, RngProvider, held_memory
 from everstep.state.providers.provider import Saved
 from everstep.state.providers.stateful import LoaderProvider, Stateful
-from everstep.state.providers.zero import is_zero
 from everstep.state.ranks import BUCKETS_SECTION, ONE_RANK, DDPBuckets, RankInfo
 from everstep.state.ranks.rank_share import RankShare
 from everstep.state.ranks.writers import WriterAssignment

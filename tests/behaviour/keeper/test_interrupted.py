@@ -14,13 +14,14 @@ import pytest
 from everstep.errors import DeadlineError, KeeperError
 from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
-from everstep.link.wire import Connection, connected_pair
+from everstep.link.wire import Connection
 from everstep.seams import SystemClock
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support import following
 from tests.support.interrupts import interrupted_at
 from tests.support.log.every_step import World
+from tests.support.serving import connected_pair
 from tests.support.world import TIMEOUT_S
 
 

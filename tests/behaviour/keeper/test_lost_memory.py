@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import everstep
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import KeeperError
 from everstep.link.pool import CapturePool
 from everstep.testing import inspect
@@ -22,11 +23,11 @@ from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem
 
 
 def test_no_memory_is_given_out_again() -> None:
-    lost: list[KeeperError] = []
-    pool = CapturePool(Arena.anonymous(4 * 4096), lambda: lost[0] if lost else None)
+    keeper: Any = SimpleNamespace(lost=None, moves=0, log_moves=0)
+    pool = CapturePool(Arena.anonymous(4 * 4096), keeper)
     first, second = (pool.acquire(2 * 4096, timeout_s=1) for _ in range(2))
     pool.release(first)
-    lost.append(KeeperError("it is gone"))
+    keeper.lost = KeeperError("it is gone")
     assert pool.acquire_now(4096) is None
     with pytest.raises(KeeperError, match="it is gone"):
         pool.acquire(4096, timeout_s=1)
@@ -35,8 +36,8 @@ def test_no_memory_is_given_out_again() -> None:
 
 
 def test_whoever_waits_for_memory_hears_of_it() -> None:
-    lost: list[KeeperError] = []
-    pool = CapturePool(Arena.anonymous(4096), lambda: lost[0] if lost else None)
+    keeper: Any = SimpleNamespace(lost=None, moves=0, log_moves=0)
+    pool = CapturePool(Arena.anonymous(4096), keeper)
     first = pool.acquire(4096, timeout_s=1)
     found: list[BaseException] = []
 
@@ -48,10 +49,10 @@ def test_whoever_waits_for_memory_hears_of_it() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    lost.append(KeeperError("it is gone"))
+    keeper.lost = KeeperError("it is gone")
     pool.release(first)  # as for every capture that was under way
     thread.join(TIMEOUT_S)
-    assert found == lost
+    assert found == [keeper.lost]
 
 
 def lose(ckpt: everstep.Checkpointer) -> None:

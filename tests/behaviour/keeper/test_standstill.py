@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import Arena
+from everstep.arena import PAGE_BYTES, Arena
 from everstep.capture.dispatch import Dispatch
 from everstep.capture.lane import CpuTransfer
 from everstep.errors import DeadlineError
@@ -26,7 +25,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.seams import ManualClock, SystemClock
 from everstep.seams import clock as clock_module
-from everstep.seams.clock import RunningTime, WaitBudget
+from everstep.seams.clock import WaitBudget
 from everstep.seams.processes.threads import Condition, Outcome, wait_all, wait_done
 from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
@@ -44,9 +43,8 @@ class LookedAt(SystemClock):
     """The real one's way to count, by a clock that moves when told to."""
 
     def __init__(self, by: ManualClock) -> None:
-        super().__init__()
+        super().__init__(by.monotonic_s)
         self.by = by
-        self._running = RunningTime(by.monotonic_s)
 
     def goes_on(self, seconds: float) -> None:
         """So long somebody looks several times a second."""
@@ -109,8 +107,8 @@ def test_a_thread_looks_for_whoever_does_not() -> None:
     clock = SystemClock()
     before = set(threading.enumerate())
     with clock.ticking():
-        counted_s = clock._running._ran_s
-        until(lambda: clock._running._ran_s - counted_s > 0.5, "a look")
+        counted_s = clock._ran_s
+        until(lambda: clock._ran_s - counted_s > 0.5, "a look")
         assert {t.name for t in set(threading.enumerate()) - before} == {"everstep-clock"}
     assert set(threading.enumerate()) <= before
 
@@ -287,8 +285,8 @@ def test_training_is_told_of_a_disk_that_hangs_though_it_does_not_look(run_folde
         fs.hook = raising(gate.wait_at, "rename", "*.safetensors*")
         ckpt.save()
         assert gate.reached.wait(TIMEOUT_S)
-        inspect(ckpt).channel._progress_timeout_s, counted_s = 1.5, clock._running._ran_s
-        until(lambda: clock._running._ran_s - counted_s > 1.6, "time")
+        inspect(ckpt).channel._progress_timeout_s, counted_s = 1.5, clock._ran_s
+        until(lambda: clock._ran_s - counted_s > 1.6, "time")
         with pytest.raises(DeadlineError, match="no progress for"):
             ckpt.step()
         inspect(ckpt).channel._progress_timeout_s = TIMEOUT_S

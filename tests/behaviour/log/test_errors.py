@@ -83,11 +83,11 @@ def check(run: Path, states: dict[int, Any], without: set[int], world: World) ->
 PLACES = {
     "looking at gradients": "everstep.trainer.log.update_inputs:InputReader.look",
     "taking pages": "everstep.link.pool:CapturePool.populate",
-    "copying an update": "everstep.capture.devices:DeviceLane.submit",
+    "copying an update": "everstep.capture.cuda:DeviceLane.submit",
     "in the lane": "everstep.capture.lane:run_batch",
     "waiting for copies": "everstep.capture.lane:CpuTransfer.gate",
     "encoding": "everstep.trainer.log.recorder:encode",
-    "copying a mark": "everstep.capture.devices:DeviceLane.copy_now",
+    "copying a mark": "everstep.capture.cuda:DeviceLane.copy_now",
     "telling the keeper": "everstep.trainer.attach.keeper:ThreadKeeper.log",
     "a mark": "everstep.trainer.log.update_inputs:DeclaredUpdates.samples",
 }

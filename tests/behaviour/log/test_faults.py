@@ -218,7 +218,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
 
     monkeypatch.setattr(HeldLane, "gate", Gate())
     HeldLane.gate.open()
-    monkeypatch.setattr("everstep.capture.devices.CpuLane", HeldLane, raising=False)
+    monkeypatch.setattr("everstep.capture.cuda.CpuLane", HeldLane, raising=False)
     monkeypatch.setattr("everstep.trainer.session.components.CpuLane", HeldLane)
     with everstep.Checkpointer(
         run_folder, state, method=DENSE, every=100, log=log, keeper=process

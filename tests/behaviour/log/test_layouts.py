@@ -19,10 +19,9 @@ import everstep
 from everstep.link.messages import LogLayouts, receive_layout
 from everstep.link.recordable import Layouts, record_layout
 from everstep.options import KeeperOptions, LogOptions
-from everstep.state.layout import lru as recent
+from everstep.state.layout import shards as recent
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.lru import LRUCache
-from everstep.state.layout.shards import ShardLayout
+from everstep.state.layout.shards import LRUCache, ShardLayout
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.multistep.held_gradients import SamplePlaces
@@ -131,7 +130,8 @@ def test_of_too_many_those_go_that_were_not_used_for_longest() -> None:
 def test_both_sides_mean_the_same_by_a_number(seed: int) -> None:
     draw, known, told = random.Random(seed), dict[int, ShardLayout](), list[dict[str, Any]]()
     entries = [Entry.whole(f"{n}", "U8", (n % 7,)) for n in range(60)]
-    ours = LogLayouts(told.append, LRUCache(8, 50))
+    ours = LogLayouts(told.append)
+    ours._numbers = LRUCache(8, 50)
     there = [record_layout(entries[: draw.choice([0, 1, 2, 20, 60])]) for _ in range(12)]
     for _ in range(400):
         if draw.random() < 0.3:

@@ -14,7 +14,7 @@ from torch import nn
 
 import everstep
 from everstep.capture.batches import Batch, Chunks, plan_batches, run_batch
-from everstep.capture.devices import DeviceLane
+from everstep.capture.cuda import DeviceLane
 from everstep.capture.lane import CpuLane
 from everstep.link.recordable import Layouts
 from everstep.plan import multistep

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.capture.cuda import CudaLane
-from everstep.capture.devices import DeviceLane
+from everstep.capture.cuda import CudaLane, DeviceLane
 from everstep.errors import EverstepError
 from everstep.testing import inspect
 from everstep.trainer.multistep.held_gradients import GraphMemory

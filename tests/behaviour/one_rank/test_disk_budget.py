@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import EverstepError, OptionError, OutOfSpaceError
 from everstep.format.header import ShardIdentity
 from everstep.format.names import base_dir, segment_dir, timeline_dir

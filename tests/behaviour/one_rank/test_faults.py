@@ -474,7 +474,7 @@ def test_interrupted_in_retention(run_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "of", "name"),
     [
-        ("sync", lane_module.CpuLane, "in_host_memory"),
+        ("sync", lane_module.LiveBody, "_bytes"),
         ("async", lane_module.CpuLane, "copy_now"),
         ("lazy", PreparedBase, "copies"),
         ("lazy", saver_module, "Incoming"),

@@ -7,6 +7,7 @@ import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import Arena
+from everstep.arena import PAGE_BYTES, Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.segment_queue import Batch
@@ -79,7 +79,8 @@ def test_the_log_gives_way_only_where_no_base_will() -> None:
         pool.release(record)
         return True
 
-    pool.give_way = give_way
+    log: Any = SimpleNamespace(give_way=give_way)
+    pool.log = log
     base = pool.acquire(3 * PAGE_BYTES, timeout_s=0)
     with pytest.raises(DeadlineError):
         pool.acquire(5 * PAGE_BYTES, timeout_s=0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import OutOfSpaceError
 from everstep.link.pool import Block, CapturePool
 from everstep.options import Budget, LogOptions

@@ -23,7 +23,7 @@ from everstep.restore.redo.updates import DeclaredRedo, update_from_record
 from everstep.run.scan import BaseFound
 from everstep.seams.clock import ManualClock
 from everstep.state.layout.entries import SPOT
-from everstep.state.providers.zero import ZeroProvider
+from everstep.state.providers.optimizers import ZeroProvider
 from everstep.state.ranks import rank_share as share
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere, updated_elsewhere
 from everstep.state.ranks.writers import RankInfo, Replication, find_replication

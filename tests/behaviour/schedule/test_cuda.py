@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep.capture.cuda import CudaLane, CudaTransfer
-from everstep.capture.devices import DeviceLane
+from everstep.capture.cuda import CudaLane, CudaTransfer, DeviceLane
 from everstep.capture.spot_check import SpotCheck
 from everstep.testing import inspect
 from tests.support import cuda_world

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.lane import CpuLane, LiveBody
+from everstep.capture.lane import LiveBody
 from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import (
@@ -219,16 +219,17 @@ def edit_rank(run: Path, step: int, rank: int, change: Callable[[dict[str, Any]]
     them."""
     (base,) = [one for one in scan_run(FS, run).bases if one.id.step == step]
     assert base.manifest is not None
-    ring, lane = ChunkRing(4, 2), CpuLane()
+    ring = ChunkRing(4, 2)
     opened = OpenBase.open(FS, base, rank)
     try:
-        ((file, record, header, path),) = opened.shards
+        (shard,) = opened.shards
+        record, header = shard.record, shard.header
         data = bytearray(record.length - header.room_bytes)
 
         def keep(begin: int, piece: memoryview) -> None:
             data[begin : begin + piece.nbytes] = piece
 
-        read_body(file, header, record, path, ring, timeout_s=60.0, progress=silent, sink=keep)
+        read_body(shard, ring, timeout_s=60.0, progress=silent, sink=keep)
         values: dict[str, Any] = {}
         for place in header.placed:
             found = bytes(data[place.begin : place.end])
@@ -244,9 +245,9 @@ def edit_rank(run: Path, step: int, rank: int, change: Callable[[dict[str, Any]]
         tensors = {name: item for name, item in values.items() if name not in objects}
         sizes = {name: len(item) for name, item in objects.items()}
         shards = plan_files(header.identity, entries, header.aliases, sizes)
-        bodies = [LiveBody(shards[0].layout, tensors, objects, lane)]
+        bodies = [LiveBody(shards[0].layout, tensors, objects)]
         slots = SlotStore(FS, timeline_dir(run, 1) / SLOTS_DIR)
-        Path(path).unlink()
+        Path(shard.path).unlink()
         writer = ShardWriter(FS, run, ring, slots, timeout_s=60.0)
         written = writer.write(BasePlan(header.identity, shards), bodies, silent)
         marker = replace(opened.marker, files=tuple(one.record for one in written))
@@ -255,7 +256,6 @@ def edit_rank(run: Path, step: int, rank: int, change: Callable[[dict[str, Any]]
         Path(base.path / MANIFEST).write_bytes(Manifest(tuple(markers)).encode())
     finally:
         opened.close()
-        lane.close()
         ring.close()
 
 

@@ -10,12 +10,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import everstep
-from everstep.capture.lane import CpuLane, LiveBody
+from everstep.capture.lane import LiveBody
 from everstep.commit.lineage import BaseId
 from everstep.format.header import BasePlan, ShardHeader, ShardIdentity, ShardPlan, plan_files
 from everstep.format.log import LogRecord, plan_segment
 from everstep.format.names import SLOTS_DIR, base_dir, shard_name, timeline_dir
-from everstep.format.reader import read_body
+from everstep.format.reader import OpenShard, read_body
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.committer import commit_base
 from everstep.keeper.persist.shard_writer import ShardWriter
@@ -82,13 +82,11 @@ def rewrite(
         records: what becomes of its records; None: it has no such file.
         lsns: what becomes of the updates that its entries have seen.
     """
-    opened, ring, lane = opened_base(run, step), ChunkRing(4, 2), CpuLane()
+    opened, ring = opened_base(run, step), ChunkRing(4, 2)
     try:
         marker = opened.marker
         identity = ShardIdentity(marker.run, marker.timeline, step, marker.lsn, 0, 1, marker.exact)
-        ((plan, body),) = [
-            _shard(one[0], one[1], one[2], ring, lane, lsns) for one in opened.shards
-        ]
+        ((plan, body),) = [_shard(one[0], one[1], one[2], ring, lsns) for one in opened.shards]
         shards: list[ShardPlan] = [plan]
         bodies: list[Body] = [body]
         if records is not None:
@@ -103,14 +101,12 @@ def rewrite(
         commit_base(writer, BasePlan(identity, tuple(shards)), bodies, silent)
     finally:
         opened.close()
-        lane.close()
         ring.close()
 
 
 def _records(opened: OpenBase, ring: ChunkRing) -> Records:
     assert opened.redo is not None
-    file, record, header, path = opened.redo
-    return read_records(file, record, header, path, ring, timeout_s=TIMEOUT_S, progress=silent)
+    return read_records(opened.redo, ring, timeout_s=TIMEOUT_S, progress=silent)
 
 
 def _shard(
@@ -118,7 +114,6 @@ def _shard(
     record: Any,
     header: ShardHeader,
     ring: ChunkRing,
-    lane: CpuLane,
     lsns: Callable[[dict[str, int]], dict[str, int]],
 ) -> tuple[ShardPlan, Body]:
     data = bytearray(record.length - header.room_bytes)
@@ -126,8 +121,8 @@ def _shard(
     def keep(begin: int, piece: memoryview) -> None:
         data[begin : begin + piece.nbytes] = piece
 
-    path = PurePath(record.name)
-    read_body(file, header, record, path, ring, timeout_s=TIMEOUT_S, progress=silent, sink=keep)
+    shard = OpenShard(file, record, header, PurePath(record.name))
+    read_body(shard, ring, timeout_s=TIMEOUT_S, progress=silent, sink=keep)
     tensors, objects = {}, {}
     for place in header.placed:
         name, piece = place.entry.name, data[place.begin : place.end]
@@ -141,4 +136,4 @@ def _shard(
     (plan,) = plan_files(header.identity, entries, header.aliases, sizes)
     seen = lsns({entry.name: entry.lsn for entry in entries})
     plan = dataclasses.replace(plan, lsns=seen)
-    return plan, LiveBody(plan.layout, tensors, objects, lane)
+    return plan, LiveBody(plan.layout, tensors, objects)

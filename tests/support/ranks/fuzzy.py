@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from everstep.capture.lane import CpuLane, LiveBody
+from everstep.capture.lane import LiveBody
 from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.log import LogRecord, RecordHead, plan_segment
 from everstep.format.names import base_dir, marker_name, shard_name, timeline_dir
@@ -142,24 +142,20 @@ def _write(
     identity = ShardIdentity("run", 1, LAST, LAST, info.rank, info.world, True)
     sizes = {name: len(data) for name, data in objects.items()}
     (shard,) = plan_files(identity, shape.entries, shape.aliases, sizes)
-    lane = CpuLane()
-    try:
-        bodies: list[Any] = [LiveBody(shard.layout, held, objects, lane)]
-        shards = [shard]
-        if parts:
-            shards = [dataclasses.replace(shard, lsns=seen(info.rank, lsns))]
-            head = RecordHead("mark", 1, LAST, LAST, digest)
-            mark = record_of(head, layouts.of(spots), objects, spots)
-            plan, body = plan_segment(identity, spoil(info.rank, [*records, mark]))
-            shards.append(dataclasses.replace(plan, name=shard_name(info.rank, 1)))
-            bodies.append(body)
-        filesystem, directory = PosixFileSystem(), base_dir(run, 1, LAST)
-        ensure_dirs(filesystem, directory)
-        slots = SlotStore(filesystem, timeline_dir(run, 1) / "slots")
-        writer = ShardWriter(filesystem, run, ring, slots, timeout_s=TIMEOUT_S)
-        written = writer.write(BasePlan(identity, tuple(shards)), bodies, silent)
-    finally:
-        lane.close()
+    bodies: list[Any] = [LiveBody(shard.layout, held, objects)]
+    shards = [shard]
+    if parts:
+        shards = [dataclasses.replace(shard, lsns=seen(info.rank, lsns))]
+        head = RecordHead("mark", 1, LAST, LAST, digest)
+        mark = record_of(head, layouts.of(spots), objects, spots)
+        plan, body = plan_segment(identity, spoil(info.rank, [*records, mark]))
+        shards.append(dataclasses.replace(plan, name=shard_name(info.rank, 1)))
+        bodies.append(body)
+    filesystem, directory = PosixFileSystem(), base_dir(run, 1, LAST)
+    ensure_dirs(filesystem, directory)
+    slots = SlotStore(filesystem, timeline_dir(run, 1) / "slots")
+    writer = ShardWriter(filesystem, run, ring, slots, timeout_s=TIMEOUT_S)
+    written = writer.write(BasePlan(identity, tuple(shards)), bodies, silent)
     files = tuple(one.record for one in written)
     marker = Marker("run", 1, LAST, LAST, info.rank, info.world, True, files)
     Path(directory / marker_name(info.rank)).write_bytes(marker.encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity

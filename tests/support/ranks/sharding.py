@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from everstep.capture.lane import CpuLane, LiveBody
+from everstep.capture.lane import LiveBody
 from everstep.commit.lineage import BaseId
 from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.names import base_dir, marker_name, timeline_dir
@@ -173,17 +173,13 @@ def write(run: Path, state: State, ring: ChunkRing, step: int = STEP) -> Marker:
     shape = survey.shape
     identity = ShardIdentity("run", 1, step, step, info.rank, info.world, True)
     shards = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes)
-    lane = CpuLane()
-    try:
-        bodies = [
-            LiveBody(s.layout, survey.tensors, survey.objects() if s is shards[-1] else {}, lane)
-            for s in shards
-        ]
-        slots = SlotStore(filesystem, timeline_dir(run, 1) / "slots")
-        writer = ShardWriter(filesystem, run, ring, slots, timeout_s=TIMEOUT_S)
-        written = writer.write(BasePlan(identity, shards), bodies, silent)
-    finally:
-        lane.close()
+    bodies = [
+        LiveBody(s.layout, survey.tensors, survey.objects() if s is shards[-1] else {})
+        for s in shards
+    ]
+    slots = SlotStore(filesystem, timeline_dir(run, 1) / "slots")
+    writer = ShardWriter(filesystem, run, ring, slots, timeout_s=TIMEOUT_S)
+    written = writer.write(BasePlan(identity, shards), bodies, silent)
     records = tuple(one.record for one in written)
     marker = Marker("run", 1, step, step, info.rank, info.world, True, records, shape.common)
     Path(directory / marker_name(info.rank)).write_bytes(marker.encode())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.arena.allocator import Allocator
+from everstep.arena import Allocator
 from everstep.errors import OptionError, StateError
 
 UNIT = 4096

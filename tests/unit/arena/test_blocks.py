@@ -8,10 +8,9 @@ from everstep.arena import PAGE_BYTES, Block
 
 
 def test_a_block_is_page_aligned_whole_pages() -> None:
-    for touch in (True, False):
-        block = Block(5000, touch=touch)
-        assert block.size_bytes == block.view.nbytes == 2 * PAGE_BYTES
-        memory = np.frombuffer(block.view, np.uint8)
-        assert memory.ctypes.data % PAGE_BYTES == 0
-        block.view[4999] = 7
-        assert memory[4999] == 7
+    block = Block(5000)
+    assert block.size_bytes == block.view.nbytes == 2 * PAGE_BYTES
+    memory = np.frombuffer(block.view, np.uint8)
+    assert memory.ctypes.data % PAGE_BYTES == 0
+    block.view[4999] = 7
+    assert memory[4999] == 7

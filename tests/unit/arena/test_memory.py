@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from everstep.arena import memory as arena_memory
-from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS, Arena
+from everstep import arena as arena_memory
+from everstep.arena import CONTROL_BYTES, PROGRESS_WORDS, Arena
 from everstep.errors import OptionError, OutOfSpaceError, StateError
 from everstep.errors import UnavailableError as Unavailable
 from everstep.seams import memory as seam
@@ -118,7 +118,7 @@ def test_two_mappings_see_each_others_bytes() -> None:
 
 OTHER = """
 import sys
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 assert "torch" not in sys.modules, "a process without torch can attach"
 arena = Arena.attach(int(sys.argv[1]))
 print(arena.size_bytes, arena.progress(1), bytes(arena.view[:5]).decode(), flush=True)
@@ -466,7 +466,7 @@ def test_ranges_outside_are_refused(offset: int, size_bytes: int) -> None:
 
 FORK = """
 import gc, os, sys
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import StateError
 
 with open("/proc/self/maps") as maps:
@@ -541,7 +541,7 @@ def test_a_view_in_a_forked_child_ends_it() -> None:
     """Rather than read and write what the child has put there since."""
     script = """
     import faulthandler, os, resource, signal
-    from everstep.arena.memory import Arena
+    from everstep.arena import Arena
     arena = Arena.create(1 << 20)
     view = arena.view
     pid = os.fork()
@@ -575,7 +575,7 @@ def test_a_fork_waits_for_an_arena_in_the_making() -> None:
     """Or the child would have it: mapped, and not yet kept from children."""
     script = """
     import os, threading
-    from everstep.arena.memory import Arena
+    from everstep.arena import Arena
     from everstep.seams import memory as seam
 
     real, mapped, forking = seam._madvise, threading.Event(), threading.Event()

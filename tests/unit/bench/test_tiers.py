@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import CONTROL_BYTES, Arena
+from everstep.arena import CONTROL_BYTES, PAGE_BYTES, Arena
 from everstep.errors import OptionError
 from everstep_bench.cli import bench
 from everstep_bench.options import TiersOptions

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.capture import batches
 from everstep.capture import lane as lane_module
-from everstep.capture.batches import Batch, Chunks, Runs, in_chunks, plan_batches, run_batch
-from everstep.capture.devices import DeviceLane
+from everstep.capture.batches import Batch, Chunks, Runs, plan_batches, run_batch
+from everstep.capture.cuda import DeviceLane
 from everstep.capture.lane import CpuLane, Lane, Transfer
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import DeadlineError, KeeperError
@@ -176,7 +176,7 @@ def test_chunks_hold_the_same_bytes_and_none_is_larger_than_it_must_be(
     layout = layout_of(live)
     whole, cut = (torch.full((layout.size_bytes,), POISON, dtype=torch.uint8) for _ in range(2))
     planned = plan_batches(layout, live, live.keys())
-    chunks = in_chunks(planned, chunk_bytes)
+    chunks = list(Chunks(planned, chunk_bytes))
     for batch in planned:
         run_batch(batch, whole)
     for batch in chunks:
@@ -223,7 +223,7 @@ def test_thousands_of_small_tensors_are_few_operators() -> None:
 
 def test_what_lies_on_a_device_is_not_cut() -> None:
     batch = Batch(0, 64, (torch.empty(64, dtype=torch.uint8, device="meta"),))
-    assert in_chunks([batch], 16) == [batch]
+    assert list(Chunks([batch], 16)) == [batch]
 
 
 def test_a_batch_tells_nothing_of_what_comes_before_it() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from everstep.capture.batches import plan_batches, run_batch
 from everstep.capture.spot_check import SpotCheck
-from everstep.seams.gather import Gather
+from everstep.seams.memory import Gather
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import tensor_entry
 

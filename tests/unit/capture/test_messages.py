@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
 from everstep.errors import EverstepError

@@ -12,7 +12,7 @@ import torch
 
 from everstep.capture import batches, lane
 from everstep.capture.batches import Batch, Runs
-from everstep.capture.devices import DeviceLane
+from everstep.capture.cuda import DeviceLane
 from everstep.capture.lane import CpuLane, CpuTransfer
 from everstep.seams.memory import copy_memory
 from everstep.testing.emulated_link import EmulatedLink

@@ -25,8 +25,7 @@ from everstep.link import registry
 from everstep.link.registry import Registration, find_keeper, list_keepers
 from everstep.link.spawn import SpawnOptions
 from everstep.link.wire import error_to_wire
-from everstep.seams.processes.processes import PidWatch
-from everstep.seams.processes.runtime import runtime_folder
+from everstep.seams.processes.processes import PidWatch, runtime_folder
 from tests.support.fakekeeper import STATUS, TIMEOUT_S, info_of, running
 from tests.support.logged import document, invoke
 

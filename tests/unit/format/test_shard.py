@@ -18,14 +18,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.capture.batches import plan_batches
 from everstep.capture.lane import CpuLane, LiveBody
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format import header, writer
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import LENGTH_BYTES, ShardIdentity, plan_files
-from everstep.format.reader import read_body, read_header, read_record_bytes
+from everstep.format.reader import OpenShard, read_body, read_header, read_record_bytes
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, digest_shard, write_shard
 from everstep.link.capture import ArenaBody, Incoming
@@ -226,7 +226,7 @@ class Written:
         (self.shard,) = plan_files(IDENTITY, entries, {}, {})
         self.placed = self.shard.layout.placed
         self.room = self.shard.room_bytes
-        self.body = LiveBody(self.shard.layout, tensors, {}, CpuLane())
+        self.body = LiveBody(self.shard.layout, tensors, {})
         self.ring = ChunkRing(4, 2)
         self.record: FileRecord | None = None
 
@@ -260,10 +260,7 @@ class Written:
         try:
             header = read_header(file, self.record, self.path)
             read_body(
-                file,
-                header,
-                self.record,
-                self.path,
+                OpenShard(file, self.record, header, self.path),
                 self.ring,
                 timeout_s=TIMEOUT_S,
                 progress=silent,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import PROGRESS_WORDS, Arena
+from everstep.arena import PAGE_BYTES, PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, OutOfSpaceError, StateError
 from everstep.link.pool import Block, CapturePool
 

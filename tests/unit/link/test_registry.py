@@ -33,8 +33,13 @@ from everstep.link.spawn import SpawnOptions
 from everstep.seams import locks
 from everstep.seams.locks import lock_file
 from everstep.seams.processes import processes
-from everstep.seams.processes.processes import PidWatch, has_file_open, open_pidfd, process_ended
-from everstep.seams.processes.runtime import runtime_folder
+from everstep.seams.processes.processes import (
+    PidWatch,
+    has_file_open,
+    open_pidfd,
+    process_ended,
+    runtime_folder,
+)
 from tests.support.fakekeeper import TIMEOUT_S, info_of, running
 
 OPTIONS = SpawnOptions("/runs/a", "id-a", 0, detach=False)
@@ -256,7 +261,7 @@ def test_a_process_id_that_another_process_has_now_proves_nothing(folder: Path) 
 def test_a_keeper_that_ends_while_it_is_looked_at_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def gone(path: object) -> bytes:
+    def gone(path: object, bytes_max: int) -> bytes:
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
     with registered():

@@ -29,7 +29,6 @@ from everstep.link import wire
 from everstep.link.wire import (
     MESSAGE_BYTES_MAX,
     Connection,
-    connected_pair,
     decode_message,
     encode_message,
     error_from_wire,
@@ -37,6 +36,7 @@ from everstep.link.wire import (
 )
 from everstep.seams import sockets
 from everstep.seams.sockets import FDS_MAX, UnixStream, close_descriptors, listen_at
+from tests.support.serving import connected_pair
 
 TIMEOUT_S = 20.0
 
@@ -578,10 +578,12 @@ def test_other_users_are_not_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 FORKING = """
 import os
+import socket
 from everstep.errors import KeeperError
-from everstep.link.wire import connected_pair
+from everstep.link.wire import Connection
+from everstep.seams.sockets import UnixStream
 
-one, other = connected_pair()
+one, other = map(Connection, map(UnixStream, socket.socketpair()))
 ready_out, ready_in = os.pipe()
 end_out, end_in = os.pipe()
 child = os.fork()
@@ -689,8 +691,7 @@ def test_nothing_of_it_needs_torch() -> None:
     code = """
 import sys
 import everstep.link.registry, everstep.link.spawn, everstep.link.wire
-import everstep.seams.locks, everstep.seams.processes.processes
-import everstep.seams.processes.runtime, everstep.seams.sockets
+import everstep.seams.locks, everstep.seams.processes.processes, everstep.seams.sockets
 import everstep.cli, everstep.cli.ps, everstep.cli.stop
 assert "torch" not in sys.modules, "torch was imported"
 assert "numpy" not in sys.modules, "numpy was imported"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.errors import EverstepError
 from everstep.restore.fetch import node_reads
 from everstep.restore.fetch.node_reads import NodeWindow

@@ -22,7 +22,7 @@ from everstep.restore.offline.memory import OfflineState
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.state.layout.entries import OBJECT_PREFIX
-from everstep.state.providers.zero import PARTITIONED
+from everstep.state.providers.optimizers import PARTITIONED
 from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode, encode

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from everstep.arena.memory import Arena
+from everstep.arena import Arena
 from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun

@@ -27,8 +27,7 @@ from everstep.replay.updates import Update
 from everstep.restore.redo import driver, live
 from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
-from everstep.run.log_reads import SegmentReads
-from everstep.run.prefetch import Prefetch
+from everstep.run.log_reads import Prefetch, SegmentReads
 from tests.support.log.redone import STEPS, Wide, resumed, trained
 from tests.support.logged import World, opened, segments_of
 from tests.support.world import TIMEOUT_S

@@ -22,7 +22,7 @@ from everstep.restore.redo import driver
 from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.start import rank_sources
-from everstep.run.prefetch import Prefetch
+from everstep.run.log_reads import Prefetch
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
 from everstep.state.values.tensors import is_dtensor, local_tensor

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import FormatError
-from everstep.run.prefetch import Prefetch
+from everstep.run.log_reads import Prefetch
 from tests.support.world import TIMEOUT_S
 
 

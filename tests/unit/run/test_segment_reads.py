@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.arena.allocator import ReusedMemory
+from everstep.arena import ReusedMemory
 from everstep.errors import DamageError, EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
@@ -68,9 +68,7 @@ def written(run: Path, ring: ChunkRing, numel: int) -> list[LogRecord]:
 @contextmanager
 def reading(run: Path, ring: ChunkRing, first: int) -> Iterator[SegmentReads]:
     (segment,) = (validated(one, RUN) for one in segments_of(run))
-    reads = SegmentReads(
-        PosixFileSystem(), segment, ring, ReadBudget(), first=first, timeout_s=TIMEOUT_S
-    )
+    reads = SegmentReads(PosixFileSystem(), segment, ReadBudget(ring, TIMEOUT_S), first=first)
     try:
         yield reads
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from everstep.state.values.referrers import find_referrers
+from everstep.state.values.tree import find_referrers
 
 
 class Holder:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from everstep.capture.batches import Batch, in_chunks
+from everstep.capture.batches import Batch, Chunks
 from everstep.testing import emulated_link as emulated
 from everstep.testing.emulated_link import EmulatedLink
 
@@ -143,14 +143,14 @@ def test_a_mark_waits_for_what_is_under_way(by_hand: ByHand) -> None:
 
 def test_a_mark_waits_for_no_more_than_a_chunk(by_hand: ByHand) -> None:
     gradients = [torch.full((80_000,), 7, dtype=torch.uint8) for _ in range(100)]
-    chunks = in_chunks([Batch(0, 8 * MB, tuple(gradients))], 100_000)
+    chunks = list(Chunks([Batch(0, 8 * MB, tuple(gradients))], 100_000))
     mark = batch_of(19 * MB, 19 * MB + 5_000)
     begin_s, end_s = marked_at(by_hand, EmulatedLink(10 * MB), chunks, [mark])
     assert end_s - begin_s == pytest.approx(0.75 * 0.008 + 0.0005)
 
 
 def test_all_of_a_mark_goes_before_what_was_submitted(by_hand: ByHand) -> None:
-    chunks = in_chunks([batch_of(0, 8 * MB)], 100_000)
+    chunks = list(Chunks([batch_of(0, 8 * MB)], 100_000))
     marks = [batch_of(19 * MB + at, 19 * MB + at + 5_000) for at in range(0, 50_000, 5_000)]
     begin_s, end_s = marked_at(by_hand, EmulatedLink(10 * MB), chunks, marks)
     assert end_s - begin_s == pytest.approx(0.75 * 0.01 + 10 * 0.0005)

@@ -19,8 +19,7 @@ from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.run.folder import open_run_folder
 from everstep.seams.locks import lock_file
 from everstep.seams.posix import PosixFileSystem
-from everstep.seams.processes.processes import process_ended
-from everstep.seams.processes.runtime import runtime_folder
+from everstep.seams.processes.processes import process_ended, runtime_folder
 from everstep.testing import keepers
 from everstep.testing.keepers import end_keeper, held_step
 from tests.support.fakekeeper import PROGRAM, TIMEOUT_S, end, planned, running, started

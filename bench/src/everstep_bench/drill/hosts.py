@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
+from everstep.seams.processes.processes import RUNTIME_DIR_VARIABLE
 from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX
 from everstep.workloads.processes import training_environment
 from everstep_bench.drill.network import Network

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.capture.devices import DeviceLane
+from everstep.capture.cuda import DeviceLane
 from everstep.capture.lane import CpuLane, Lane
 from everstep.checkpointer import Checkpointer
 from everstep.config.method import Method

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from everstep.arena.memory import CONTROL_BYTES
+from everstep.arena import CONTROL_BYTES
 from everstep.errors import DeadlineError, EverstepError, OptionError
 from everstep.link.registry import kill_keeper, list_keepers
 from everstep.seams.processes.processes import process_ended

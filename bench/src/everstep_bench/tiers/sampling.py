@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import CONTROL_BYTES
+from everstep.arena import CONTROL_BYTES, PAGE_BYTES
 from everstep.seams import Seams
 from everstep.tiers.options import is_url, open_tier
 from everstep_bench.harness.gauges import cpu_s

@@ -18,7 +18,7 @@ from pathlib import PurePath
 from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError
 from everstep.format import BasePlan, FileRecord, ShardIdentity, base_dir
 from everstep.format.header import ShardHeader, ShardPlan, decode_header
-from everstep.format.reader import read_body, read_header
+from everstep.format.reader import OpenShard, read_body, read_header
 from everstep.format.writer import ChunkRing, Written, digest_shard, write_shard
 from everstep.run import OpenBase, scan_run
 from everstep.seams import FileSystem, WriteFile, failpoint
@@ -189,15 +189,8 @@ class StaticFiles:
             # Direct I/O: the page cache could hide damage on the disk.
             file = self._filesystem.open(source.path, direct=True)
             try:
-                read_body(
-                    file,
-                    source.header,
-                    source.record,
-                    source.path,
-                    self._ring,
-                    timeout_s=self._timeout_s,
-                    progress=progress,
-                )
+                shard = OpenShard(file, source.record, source.header, source.path)
+                read_body(shard, self._ring, timeout_s=self._timeout_s, progress=progress)
             finally:
                 file.close()
         except (OSError, DamageError) as error:

@@ -16,7 +16,7 @@ from everstep.keeper.process.duty import AttachedTrainer, Handler, ServedTimelin
 from everstep.keeper.replica import Rebuilds
 from everstep.link import Save, error_to_wire
 from everstep.link.capture import Capture, Incoming
-from everstep.link.messages import JobSession, identity_from_wire, layout_from_wire, mailbox_error
+from everstep.link.messages import JobSession, mailbox_error, plan_from_wire
 from everstep.link.wire import error_from_wire
 from everstep.seams import Seams, failpoint
 from everstep.seams.mailbox import TcpMailbox
@@ -175,17 +175,16 @@ class Bases:
         # As in captured(): a rebuilt base that is complete replaces the log before it.
         if self._rebuilds.take_completed() and not timeline.writer.is_one_of_several:
             self._logs.drop_older(timeline.number)
-        identity = identity_from_wire(message["identity"])
         arena = trainer.arena
         word = message["word"]
-        plan = layout_from_wire(trainer.layouts[message["layout"]], identity)
+        plan = plan_from_wire(trainer.layouts[message["layout"]], message["identity"])
         capture = Capture(
             number=message["number"],
             layout=message["layout"],
             plan=plan,
             save=Save(
-                identity.step,
-                identity.timeline,
+                plan.identity.step,
+                plan.identity.timeline,
                 parked=bool(message.get("parked")),
                 in_memory=bool(message.get("in_memory")),
             ),

@@ -17,7 +17,7 @@ from everstep.keeper.process.duty import AttachedTrainer
 from everstep.link import Connection, error_to_wire
 from everstep.link.wire import accept
 from everstep.seams import Clock
-from everstep.seams.processes.processes import descriptors_max
+from everstep.seams.machine import limit_of
 
 _log = logging.getLogger("everstep.keeper")
 _GUESTS_MAX = 64
@@ -62,7 +62,7 @@ class Connections:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._guests: dict[Connection, float] = {}  # time of the last message of each
         self._farewells: list[Connection] = []
-        most = descriptors_max()
+        most = limit_of("RLIMIT_NOFILE")
         self._guests_max = _GUESTS_MAX
         if most is not None:
             self._guests_max = max(1, min(_GUESTS_MAX, most // _GUESTS_SHARE))

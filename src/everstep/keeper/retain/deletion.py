@@ -34,7 +34,7 @@ from everstep.format.names import (
     parse_shard,
 )
 from everstep.run import BaseFound, newest_timeline
-from everstep.run.uncondemn import uncondemn
+from everstep.run.folder import uncondemn
 from everstep.seams import FileSystem, failpoint
 from everstep.tiers import SlotStore, remove_if_there
 

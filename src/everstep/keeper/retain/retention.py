@@ -41,9 +41,9 @@ from everstep.keeper.retain.deletion import delete_base, delete_files, delete_se
 from everstep.keeper.retain.history import HistoryWindow, SegmentAges
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.run.fence import Fence
+from everstep.run.folder import uncondemn
 from everstep.run.scan import bases_keeping_log
 from everstep.run.segments import SegmentCache
-from everstep.run.uncondemn import uncondemn
 from everstep.run.verify import verify_base
 from everstep.seams import Clock, FileSystem
 from everstep.seams.progress import silent

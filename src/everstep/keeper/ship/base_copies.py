@@ -39,7 +39,7 @@ from everstep.errors import (
 from everstep.format import MANIFEST, FileRecord, Manifest, Marker, base_dir, timeline_dir
 from everstep.format.message_codec import Stored
 from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, marker_name
-from everstep.format.reader import CheckedFile, read_header, read_record_bytes
+from everstep.format.reader import CheckedFile, OpenShard, read_record_bytes
 from everstep.format.records import RunRecord
 from everstep.keeper.persist import JobLink
 from everstep.keeper.ship.courier import CopyRetention, CopyWork, Courier
@@ -212,12 +212,7 @@ class BaseCopier(CopyWork):
         self._place.tier.put(name, ReadThrough(source, read))
 
     def _open(self, path: PurePath, record: FileRecord) -> CheckedFile:
-        file = self._filesystem.open(path, direct=True)
-        try:
-            return CheckedFile(file, read_header(file, record, path), record, path)
-        except BaseException:
-            file.close()
-            raise
+        return CheckedFile(OpenShard.open(self._filesystem, path, record))
 
     def _await_rate(self, count: int) -> None:
         """Wait until the limit of objects per hour allows ``count`` more."""

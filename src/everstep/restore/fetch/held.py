@@ -25,7 +25,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format import FileRecord, Marker, TimelineRecord, digest
 from everstep.format.digests import Digester, digest_of_file
 from everstep.format.log import LogRecord, pack_index, records_of_packed
-from everstep.format.reader import read_header
+from everstep.format.reader import OpenShard, read_header
 from everstep.run import Inventory, OpenBase
 from everstep.run.fence import timeline_bytes
 from everstep.run.open_base import check_identity
@@ -296,7 +296,7 @@ class HeldBase:
         for file, record in self.files:
             path = PurePath("memory") / record.name
             header = check_identity(read_header(file, record, path), self.marker, path)
-            opened.shards.append((file, record, header, path))
+            opened.shards.append(OpenShard(file, record, header, path))
         opened.split_redo_file()
         return opened
 

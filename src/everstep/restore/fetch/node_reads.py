@@ -517,8 +517,8 @@ class NodeReads:
         """Read the files of a rank through the memory, if another rank of this node needs them."""
         if opened.marker.rank in self._common:
             opened.shards = [
-                (self._file(file, place, path, header.room_bytes), record, header, path)
-                for file, record, header, path in opened.shards
+                one._replace(file=self._file(one.file, place, one.path, one.header.room_bytes))
+                for one in opened.shards
             ]
 
     def end(self) -> None:

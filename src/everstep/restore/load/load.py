@@ -23,7 +23,7 @@ import torch
 from everstep.commit import BaseId
 from everstep.errors import FormatError, MismatchError
 from everstep.format import Marker, digest
-from everstep.format.reader import ReadsAhead, read_body
+from everstep.format.reader import OpenShard, ReadsAhead, read_body
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.saved_ranks import (
     SavedLayout,
@@ -44,7 +44,7 @@ from everstep.restore.load.targets import (
     tie_changes,
 )
 from everstep.run import BaseFound, OpenBase, Skipped
-from everstep.run.open_base import Opened, open_ranks
+from everstep.run.open_base import open_ranks
 from everstep.run.tensors import shape_of_base
 from everstep.seams import FileSystem
 from everstep.seams.machine import memory_available_bytes
@@ -77,7 +77,7 @@ class Reads:
 
     def body(
         self,
-        shard: Opened,
+        shard: OpenShard,
         *,
         sink: Callable[[int, memoryview], None],
         wanted: Sequence[int] | None = None,
@@ -85,12 +85,8 @@ class Reads:
         ahead: ReadsAhead | None = None,
     ) -> None:
         """Read the body of an opened file; see :func:`.reader.read_body`."""
-        file, record, header, path = shard
         read_body(
-            file,
-            header,
-            record,
-            path,
+            shard,
             self.ring,
             timeout_s=self.timeout_s,
             progress=self.progress,
@@ -316,10 +312,10 @@ def _read_ahead(
     """
     if not opened or opened[0].marker.world != 1 or not opened[0].shards:
         return contextlib.nullcontext()
-    file, record, header, path = opened[0].shards[0]
-    if record.length > memory_available_bytes():
+    shard = opened[0].shards[0]
+    if shard.record.length > memory_available_bytes():
         return contextlib.nullcontext()
-    ahead = ReadsAhead(file, header, record, path, reads.ring, timeout_s=reads.timeout_s)
+    ahead = ReadsAhead(shard, reads.ring, timeout_s=reads.timeout_s)
     ahead.start()
     return ahead
 

@@ -125,16 +125,9 @@ def _complete(
 
 def _records(opened: OpenBase, shape: str, reads: Reads) -> RedoRecords:
     assert opened.redo is not None
-    file, record, header, path = opened.redo
+    path = opened.redo.path
     records = read_redo_file(
-        file,
-        record,
-        header,
-        path,
-        opened.marker,
-        reads.ring,
-        timeout_s=reads.timeout_s,
-        progress=reads.progress,
+        opened.redo, reads.ring, timeout_s=reads.timeout_s, progress=reads.progress
     )
     if records.mark.head.shape != shape:
         raise FormatError(

@@ -38,7 +38,7 @@ from everstep.restore.offline.memory import OfflineState
 from everstep.restore.offline.run_log import RunLog, spans
 from everstep.restore.redo import replay_conditions
 from everstep.run import BaseFound, Chain, Skipped
-from everstep.run.prefetch import Prefetch
+from everstep.run.log_reads import Prefetch
 from everstep.run.verify import audit_of, describe_audit
 from everstep.seams import FileSystem
 from everstep.seams.progress import progress

@@ -35,9 +35,8 @@ from everstep.restore.start.roll_forward import (
     base_is_there,
 )
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
-from everstep.run.folder import open_timeline
+from everstep.run.folder import open_timeline, uncondemn
 from everstep.run.scan import candidates, starts_with_job_base
-from everstep.run.uncondemn import uncondemn
 from everstep.run.verify import audit_of
 from everstep.seams import failpoint
 from everstep.tiers import storage_errors

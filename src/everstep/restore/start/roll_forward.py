@@ -32,7 +32,7 @@ from everstep.restore.log.log_found import LogFound, LogReader
 from everstep.restore.redo.updates import UnknownClassError
 from everstep.restore.start.report import ResumeRequest, missing_sections
 from everstep.run import BaseFound, Chain, Inventory, OpenBase, Skipped, scan_base, scan_run
-from everstep.run.prefetch import Prefetch
+from everstep.run.log_reads import Prefetch
 from everstep.run.scan import candidates
 from everstep.seams import FileSystem
 from everstep.seams.progress import print_line, progress

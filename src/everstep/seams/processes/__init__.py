@@ -1,15 +1,19 @@
 """Processes, threads and signals: start, watch and end them.
 
 ``processes``  start a detached process, watch a process by PID, limits, processor cores; low-
-               priority child processes that end with their parent
+               priority child processes that end with their parent; folder for sockets and locks
 ``threads``    I/O threads that keep working at interpreter exit; conditions and futures that are
                safe against Ctrl-C
 ``signals``    note SIGTERM and similar signals for a main loop
-``runtime``    folder for sockets and locks
 """
 
-from everstep.seams.processes.processes import Child, Ended, PidWatch, available_cores
-from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
+from everstep.seams.processes.processes import (
+    RUNTIME_DIR_VARIABLE,
+    Child,
+    Ended,
+    PidWatch,
+    available_cores,
+)
 from everstep.seams.processes.threads import Condition, IoThreads, Outcome, wait_all, wait_done
 
 __all__ = [

@@ -6,8 +6,8 @@ Runs in both processes: the trainer plans a layout, the keeper writes it. Read i
                entries and of objects
 ``placement``  the slice of a tensor that each rank of a mesh holds; compare the ranks' views of
                the tensors that they replicate
-``shards``     offsets of entries in a rank's files; the protocol that supplies the bytes
-``lru``        bounded caches, by key and by layout
+``shards``     offsets of entries in a rank's files; the protocol that supplies the bytes; bounded
+               caches of layouts
 """
 
 from everstep.state.layout.entries import GRADIENT, OBJECT_PREFIX, SAMPLE, Entry

@@ -6,15 +6,20 @@ width long, each entry is aligned to its element size without a byte of padding.
 is known only once they are encoded, follow the tensors (DataStates-LLM section V: fixed offsets for
 tensors, log-structured append for the rest). The memory that a base is captured into mirrors the
 file: the same bytes at the same offsets.
+
+Caches with a bounded size for data that is derived from a layout or from a set of gradients. The
+set of gradients may differ in every step (layers dropped at random, experts without tokens).
+Without a bound, a cache of everything computed for each set would grow during the whole training.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from everstep.state.layout.entries import DTYPE_BYTES, Entry
 
@@ -59,20 +64,18 @@ def plan_shards(
             used = 0
         groups[-1].append(entry)
         used += cost
-    return tuple(_lay_out(group) for group in groups)
+    return tuple(
+        ShardLayout(in_sequence(sorted(group, key=lambda entry: -DTYPE_BYTES[entry.dtype])))
+        for group in groups
+    )
 
 
 def append_objects(
     layout: ShardLayout, objects_bytes: Mapping[str, int], *, lsn: int = 0
 ) -> ShardLayout:
     """Return the layout with one ``U8`` entry per object, at ``lsn``, appended to the tensors."""
-    placed = list(layout.placed)
-    position = layout.size_bytes
-    for name, size in objects_bytes.items():
-        entry = Entry.whole(name, "U8", (size,), lsn=lsn)
-        placed.append(Placed(entry, position, position + size))
-        position += size
-    return ShardLayout(tuple(placed))
+    objects = [Entry.whole(name, "U8", (n,), lsn=lsn) for name, n in objects_bytes.items()]
+    return ShardLayout((*layout.placed, *in_sequence(objects, layout.size_bytes)))
 
 
 def at_lsn(
@@ -108,13 +111,13 @@ def overlaps(
         yield place, max(begin, place.begin), min(end, place.end)
 
 
-def _lay_out(entries: Sequence[Entry]) -> ShardLayout:
+def in_sequence(entries: Iterable[Entry], position: int = 0) -> tuple[Placed, ...]:
+    """Place entries one after the other, from ``position`` on."""
     placed = []
-    position = 0
-    for entry in sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype]):
+    for entry in entries:
         placed.append(Placed(entry, position, position + entry.size_bytes))
         position += entry.size_bytes
-    return ShardLayout(tuple(placed))
+    return tuple(placed)
 
 
 PIECE_BYTES = 512 << 10
@@ -154,3 +157,60 @@ def pieces(memory: memoryview) -> Iterator[memoryview]:
     """Yield ``memory`` in pieces of at most :data:`PIECE_BYTES`."""
     for begin in range(0, memory.nbytes, PIECE_BYTES):
         yield memory[begin : begin + PIECE_BYTES]
+
+
+COUNT_MAX = 256
+ENTRIES_MAX = 1 << 17
+"""Entries of all cached values together: each of them costs a few hundred bytes."""
+
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
+
+class LRUCache(Generic[_K, _V]):
+    """Mapping that evicts the least recently used values.
+
+    A layout is found by its ``id()``, since comparing layouts takes long. Its value holds the
+    layout itself, so that no other object can get that id meanwhile.
+
+    Args:
+        count_max: maximum number of values; None: :data:`COUNT_MAX`.
+        weight_max: maximum weight of all values together; the newest value stays regardless of its
+            weight. None: :data:`ENTRIES_MAX`.
+    """
+
+    def __init__(self, count_max: int | None = None, weight_max: int | None = None) -> None:
+        self._count_max = COUNT_MAX if count_max is None else count_max
+        self._weight_max = ENTRIES_MAX if weight_max is None else weight_max
+        self._values: OrderedDict[_K, tuple[_V, int]] = OrderedDict()
+        self._weight = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: _K) -> _V | None:
+        """Return the value of a key and mark it as used; None if there is none."""
+        known = self._values.get(key)
+        if known is None:
+            return None
+        self._values.move_to_end(key)
+        return known[0]
+
+    def evict_for(self, weight: int) -> list[_V]:
+        """Evict values until one of ``weight`` fits; return the evicted values."""
+        evicted = []
+        while self._values and (
+            len(self._values) >= self._count_max or self._weight + weight > self._weight_max
+        ):
+            _, (value, lighter) = self._values.popitem(last=False)
+            self._weight -= lighter
+            evicted.append(value)
+        return evicted
+
+    def add(self, key: _K, value: _V, weight: int) -> None:
+        """Store the value of a key, in place of an older one."""
+        _, before = self._values.pop(key, (None, 0))
+        self._weight -= before
+        self.evict_for(weight)
+        self._values[key] = value, weight
+        self._weight += weight

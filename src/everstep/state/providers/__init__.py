@@ -4,19 +4,23 @@ Runs in the training process; also used by restores. Read in this order:
 
 ``provider``    the protocol, restore plans, comparison of saved entries with live tensors
 ``modules``     modules, and the names of their parameters
-``optimizers``  optimizers: state by parameter name
+``optimizers``  optimizers: state by parameter name; ZeroRedundancyOptimizer
 ``encodings``   optimizers whose ``state_dict()`` has another form than their state
-``zero``        ZeroRedundancyOptimizer
 ``stateful``    objects with ``state_dict()`` and ``load_state_dict()``; loaders
 ``plain``       plain data; the random generators of the process
 ``gradients``   gradients, which are not part of a state
 """
 
 from everstep.state.providers.modules import ModuleProvider, named_parameters
-from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
+from everstep.state.providers.optimizers import (
+    PARTITIONED,
+    OptimizerProvider,
+    ZeroProvider,
+    local_optimizer,
+    unwrap_optimizer,
+)
 from everstep.state.providers.provider import Provider, RestorePlan
 from everstep.state.providers.stateful import StatefulProvider
-from everstep.state.providers.zero import PARTITIONED, ZeroProvider, local_optimizer
 
 __all__ = [
     "PARTITIONED",

@@ -47,7 +47,7 @@ from everstep.state.providers import ModuleProvider, Provider, RestorePlan, name
 from everstep.state.providers.provider import Saved
 from everstep.state.survey import SectionContents
 from everstep.state.values.objects import Encoded, encode
-from everstep.state.values.referrers import find_referrers
+from everstep.state.values.tree import find_referrers
 
 if TYPE_CHECKING:
     from everstep.state.training_state import State

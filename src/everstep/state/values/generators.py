@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -194,8 +194,10 @@ class RngStates(NamedTuple):
             of_cuda: value to store in place of the states of CUDA devices.
         """
         version, words, gauss = self.python
-        # An array instead of a tuple of 625 integers, which costs milliseconds to take apart.
-        python = {"version": version, "words": _as_array(words), "gauss": gauss}
+        # An array instead of a tuple of 625 integers, which costs milliseconds to take apart; by
+        # way of array(), twice as fast as np.array().
+        words = np.frombuffer(array("I", words), np.uint32)
+        python = {"version": version, "words": words, "gauss": gauss}
         state: dict[str, Any] = {"python": python, "numpy": self.numpy, "torch": of_torch}
         return state if self.cuda is None else {**state, "cuda": of_cuda}
 
@@ -208,11 +210,6 @@ def capture_rng() -> dict[str, Any]:
     """Return the current states of all generators of the process, in stored form."""
     states = RngStates.now()
     return states.tree(states.torch, states.cuda)
-
-
-def _as_array(words: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return 32-bit words as an array; twice as fast as ``np.array``."""
-    return np.frombuffer(array("I", words), np.uint32)
 
 
 def numpy_rng_mismatch(state: Any) -> str | None:

@@ -37,6 +37,10 @@ def torch_dtype(code: str) -> torch.dtype:
     return _TORCH_DTYPES[code]
 
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype by bytes per element, to compare elements bit for bit: as floats a NaN differs from
+itself, and -0.0 equals 0.0."""
+
 _COMPLEX_AS_REAL = {torch.complex128: "F64"}  # no safetensors code: a last dimension of 2
 
 

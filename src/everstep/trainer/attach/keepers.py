@@ -264,8 +264,7 @@ class Keepers(KeeperEvents):
         self._remote = remote
         # Bound to this keeper, whichever is in service later: a keeper that counts as lost may
         # still write from its arena, so no block of it is handed out again (I1).
-        self.pool = CapturePool(remote.arena, lambda: remote.lost)
-        self.pool.moves = lambda: (remote.moves, remote.log_moves)
+        self.pool = CapturePool(remote.arena, remote)
 
     def recall_leftovers(self, *, own: bool = False) -> KeeperContents:
         """Return the captures and log in the memory of the keeper of an earlier process.
@@ -420,7 +419,7 @@ class Keepers(KeeperEvents):
             records=records,
         )
         if self.pool is not None:
-            self.pool.moves = lambda: (keeper.moves, keeper.log_moves)
+            self.pool.keeper = keeper
         keeper.sweep()
         return keeper
 

@@ -341,12 +341,7 @@ class Saver(Participant):
             objects = survey.objects()
             objects_in = plan.objects_in
             bodies = [
-                LiveBody(
-                    shard.layout,
-                    survey.tensors,
-                    objects if shard is objects_in else {},
-                    self._lane,
-                )
+                LiveBody(shard.layout, survey.tensors, objects if shard is objects_in else {})
                 for shard in plan.shards
             ]
             keeper.persist(plan, bodies, save, show=show)

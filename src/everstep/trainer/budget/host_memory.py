@@ -28,7 +28,7 @@ from everstep.config import Options
 from everstep.errors import KeeperError, OutOfSpaceError
 from everstep.link.messages import RECORD_BYTES
 from everstep.replay.optimizer_step import build, own_step
-from everstep.seams.machine import file_bytes_max, memory_available_bytes
+from everstep.seams.machine import limit_of, memory_available_bytes
 from everstep.state.layout import Entry
 from everstep.state.layout.entries import is_reserved
 from everstep.state.layout.shards import plan_shards
@@ -97,7 +97,7 @@ def arena_budget_bytes(options: Options, budget_bytes: int, state_bytes: int) ->
     Raises:
         OutOfSpaceError: A base does not fit within the limit.
     """
-    limit_bytes = file_bytes_max()
+    limit_bytes = limit_of("RLIMIT_FSIZE")
     if limit_bytes is None or options.method.base == "sync" or not options.keeper.process:
         return budget_bytes
     most_bytes = max(0, limit_bytes - CONTROL_BYTES) // PAGE_BYTES * PAGE_BYTES

@@ -40,8 +40,8 @@ from everstep.state.coverage import first_few
 from everstep.state.ownership import AddressRanges, Memory, memory_of
 from everstep.state.providers import StatefulProvider, unwrap_optimizer
 from everstep.state.training_state import State
-from everstep.state.values.referrers import find_referrers
 from everstep.state.values.tensors import local_tensor, why_not_storable
+from everstep.state.values.tree import find_referrers
 
 _log = logging.getLogger("everstep")
 

@@ -135,7 +135,7 @@ class Recorder(Participant):
         keeper = service.keeper
         pool = service.pool
         if pool is not None:
-            pool.give_way = self._release_log_for_base
+            pool.log = self
         self._timeline = timeline = service.timeline
         self._exact = service.exact
         self._opened.began(timeline)
@@ -578,7 +578,7 @@ class Recorder(Participant):
             self._warned_too_large = True
             self._channel.post_notice(too_large(self.memory.too_large, self.memory.bytes_max))
 
-    def _release_log_for_base(self) -> bool:
+    def give_way(self) -> bool:
         """Release all records for a base that has no memory beside them; the pool calls this.
 
         Without it neither could ever continue: the base waits for memory, the log for the base."""

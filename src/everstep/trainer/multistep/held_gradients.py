@@ -32,17 +32,17 @@ from torch.optim import Optimizer
 
 from everstep.capture import Transfer, on_cuda
 from everstep.errors import DeadlineError
-from everstep.seams.gather import Gather
+from everstep.seams.memory import Gather
 from everstep.state.layout import GRADIENT, ShardLayout
-from everstep.state.layout.lru import LRUCache
+from everstep.state.layout.shards import LRUCache
 from everstep.state.providers.modules import unwrap
 from everstep.state.training_state import State
+from everstep.state.values.tensors import INTEGERS
 from everstep.trainer.base import Saver
 from everstep.trainer.multistep.window import Window
 
 _SAMPLES = 4  # elements compared of a gradient
 # Samples are compared as integers: as floats a NaN differs from itself, and -0.0 equals 0.0.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLED_GRADIENTS = 32  # gradients compared per update: views of all would take milliseconds
 
 
@@ -272,7 +272,7 @@ class GradientCheck:
             width = kind[0]
             # view() needs a multiple of the width. Offsets are aligned, as a layout places the
             # widest dtypes first.
-            whole = block[: block.numel() // width * width].view(_INTEGERS[width])
+            whole = block[: block.numel() // width * width].view(INTEGERS[width])
             # Fetched only here, in the lane's thread: training does not wait for the device.
             differs = whole[sampled.where] != values.cpu()
             if bool(differs.any()):
@@ -297,7 +297,7 @@ def _sample_of(
         return torch.from_numpy(Gather.at(addresses, np.dtype(f"i{width}")).take())
     return torch.cat(
         [
-            gradient.detach().view(-1)[::stride].view(_INTEGERS[width])
+            gradient.detach().view(-1)[::stride].view(INTEGERS[width])
             for gradient, stride in zip(chosen, sampled.strides, strict=True)
         ]
     )

@@ -333,10 +333,6 @@ class _PlannedLane:
             for job, future in jobs:
                 self._lane.run(functools.partial(_run, job, future))
 
-    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :class:`.Lane`."""
-        return self._lane.in_host_memory(tensor)
-
     def run(self, job: Callable[[], None]) -> Future[None]:
         """Run ``job`` in the lane's thread, after the copies of the capture."""
         with self._lock:

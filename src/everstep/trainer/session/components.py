@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.capture import Lane, UpdateHooks
-from everstep.capture.devices import DeviceLane
+from everstep.capture.cuda import DeviceLane
 from everstep.capture.lane import CpuLane
 from everstep.config import Options
 from everstep.errors import OptionError
