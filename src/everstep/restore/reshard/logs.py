@@ -18,7 +18,7 @@ from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch import PeerLog
 from everstep.restore.fetch.held import unpack_steps
-from everstep.restore.log.log_found import LogFound, LogReader
+from everstep.restore.log import LogFound, LogReader
 from everstep.run import Inventory, Skipped
 from everstep.seams import FileSystem
 
