@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.compress import quantized, scan
+from everstep.compress import quantized, sparse
 from everstep.compress.feedback import compression
 from everstep.compress.floats import FORMATS
 from everstep.compress.sparse import topk
@@ -26,7 +26,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With kernels where they run, and without them."""
     chosen: str = request.param
     if chosen == "torch":
-        for module in (scan, quantized):
+        for module in (sparse, quantized):
             monkeypatch.setattr(module, "kernels_for", lambda tensor: None)
     return chosen
 
@@ -66,4 +66,4 @@ def test_parts_of_a_form() -> None:
     reason="no triton, or no compiler for what it makes",
 )
 def test_kernels_are_used_where_they_can_be() -> None:
-    assert scan.kernels_for(torch.ones(3, device=DEVICE)) is not None
+    assert sparse.kernels_for(torch.ones(3, device=DEVICE)) is not None

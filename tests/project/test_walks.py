@@ -27,7 +27,7 @@ PROCESSES = {"trainer": "In the training process", "keeper": "In the keeper proc
 COMPLETE = {
     "base": ("trainer/base", "keeper/persist"),
     "log": ("trainer/log", "keeper/log"),
-    "resume": ("restore/log", "restore/redo", "restore/start"),
+    "resume": ("restore/redo", "restore/start"),
 }
 """Packages of which every called module must be listed, by walk."""
 

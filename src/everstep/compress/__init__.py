@@ -7,8 +7,8 @@ in the log (TierCheck; ``lossy``) restores an approximation.
 Read in this order:
 
 ``floats``      numbers as integers that sort by magnitude
-``scan``        search for the largest elements in numpy or plain torch; ``kernels``: in Triton
-``sparse``      ``Sparse``: exact top-k, sampled threshold
+``sparse``      ``Sparse``: exact top-k, sampled threshold; search for the largest elements in numpy
+                or plain torch; ``kernels``: in Triton
 ``quantized``   ``Int8``: eight bits per element and a scale per block
 ``lossy``       copies of gradients that training does not consume
 ``feedback``    error feedback: the compression error is added to the next gradient; the kinds by

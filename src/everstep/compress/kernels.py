@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from everstep.compress.scan import DeviceScan, Hits
+from everstep.compress.sparse import DeviceScan, Hits
 
 _BLOCK = 4096  # elements of one program
 _ROWS = 16  # int8 blocks of one program

@@ -25,7 +25,7 @@ from typing import Final
 import torch
 
 from everstep.compress.floats import FORMATS, checked_flat
-from everstep.compress.scan import kernels_for
+from everstep.compress.sparse import kernels_for
 from everstep.errors import FormatError, OptionError
 
 BLOCK_NUMEL: Final = 256

@@ -16,16 +16,20 @@ from everstep.compress.lossy import Lossy
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import OptionError, UnsupportedStateError
+from everstep.format import BasePlan
 from everstep.format.log import RecordHead
+from everstep.link.capture import shard_offsets
 from everstep.link.pool import BlockKeeper
 from everstep.replay.exactness import options_refusal, refusal
-from everstep.state.layout import Entry, ShardLayout
+from everstep.state.layout import OBJECT_PREFIX, Entry, Placed, ShardLayout
 from everstep.state.layout.entries import INDICES, INT8, SCALES, VALUES, shape_digest
 from everstep.state.layout.shards import LRUCache, plan_shards
 from everstep.state.providers import OptimizerProvider, local_optimizer
 from everstep.state.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State
+from everstep.state.values.objects import decode
 from everstep.state.values.tensors import tensor_entry
+from everstep.state.values.tree import references
 
 if TYPE_CHECKING:
     from everstep.compress.ddp import DDPCompression
@@ -339,3 +343,37 @@ def refuse_optimizers(state: State, log: str) -> None:
 def _is_exchanged(optimizer: Optimizer, exchanges: Sequence[DDPCompression]) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return any(one.has(parameter) for one in exchanges for parameter in parameters)
+
+
+def tensor_hyperparameters(
+    plan: BasePlan, memory: memoryview, objects: Mapping[str, bytes]
+) -> dict[str, tuple[Entry, memoryview]]:
+    """Return the hyperparameters of all optimizers that are tensors, by entry name.
+
+    A step mark carries them for replay: a scheduler may have changed them since the last update.
+
+    Args:
+        memory: memory block of a base.
+        objects: encoded objects of the same step.
+    """
+    aliases: dict[str, str] = {}
+    places: dict[str, tuple[Placed, int]] = {}
+    for shard, offset in zip(plan.shards, shard_offsets(plan)[0], strict=True):
+        aliases.update(shard.aliases)
+        places |= {place.entry.name: (place, offset) for place in shard.layout.placed}
+    found: dict[str, tuple[Entry, memoryview]] = {}
+    for name, encoded in objects.items():
+        tree: Any = decode(encoded) if name.startswith(OBJECT_PREFIX) else None
+        if OptimizerProvider.groups_of(tree) is None:
+            continue
+        for reference in references(tree["param_groups"]):
+            place, offset = places[aliases.get(reference, reference)]
+            data = memory[offset + place.begin : offset + place.end]
+            found[place.entry.name] = place.entry, data
+    return found
+
+
+def pack_tensors(tensors: Mapping[str, tuple[Entry, memoryview]]) -> tuple[ShardLayout, bytes]:
+    """Lay entries out as the data of a record."""
+    layout = record_layout(entry for entry, _ in tensors.values())
+    return layout, b"".join(tensors[place.entry.name][1] for place in layout.placed)

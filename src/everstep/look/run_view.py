@@ -17,20 +17,24 @@ from everstep.errors import (
     DamageError,
     EverstepError,
     FormatError,
-    NewerFormatError,
     ReplayError,
-    StorageError,
     UnsupportedStateError,
 )
 from everstep.format import Manifest, Marker, base_dir
 from everstep.format.log import NOT_EXACT
 from everstep.restore.fetch import HeldBase, KeeperContents
 from everstep.restore.fetch.held import files_over
-from everstep.restore.log import Reachable, nothing_restorable, reachable
+from everstep.restore.log import (
+    Reachable,
+    base_is_there,
+    nothing_restorable,
+    reachable,
+    why_unusable,
+)
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
 from everstep.restore.offline.run_log import RunLog
 from everstep.restore.start.report import missing_sections
-from everstep.run import BaseFound, Chain, Inventory, Skipped, scan_base, scan_run
+from everstep.run import BaseFound, Chain, Inventory, Skipped, scan_run
 from everstep.run.scan import Candidates
 from everstep.run.verify import audit_of, describe_audit
 from everstep.seams import DirEntry, FileSystem, ReadFile
@@ -208,14 +212,6 @@ class RunView:
             for _ in range(_REPLAYS_MAX):
                 try:
                     return self._rebuilt(rebuilder, point.base, chain, wanted)
-                except NewerFormatError:
-                    raise
-                except OSError as error:
-                    if isinstance(error, FileNotFoundError) and not self._still_there(point.base):
-                        raise BaseDeletedError from error
-                    reason = f"{error.filename or point.base.path}: {error.strerror or error}"
-                    self._skip(point.base.id, reason)
-                    break
                 except _NotReplayedError as error:
                     cause = error.cause
                     self.damaged |= isinstance(cause, DamageError)
@@ -225,20 +221,15 @@ class RunView:
                     if step is not None:
                         break
                     chain = replace(chain, steps=chain.steps[: error.reached])
-                except (AuditError, DamageError, FormatError, ReplayError) as error:
-                    self.damaged |= isinstance(error, DamageError)
-                    self._skip(point.base.id, error.message)
-                    break
                 except UnsupportedStateError as error:
                     refused = error
                     self._skip(point.base.id, error.message)
                     break
-                except StorageError as error:
-                    if (
-                        type(error) is not StorageError
-                    ):  # out of memory, for example: not the fault of this base
-                        raise
-                    self._skip(point.base.id, error.message)
+                except (EverstepError, OSError) as error:
+                    if isinstance(error, FileNotFoundError) and not self._still_there(point.base):
+                        raise BaseDeletedError from error
+                    self.damaged |= isinstance(error, DamageError)
+                    self._skip(point.base.id, why_unusable(error, point.base))
                     break
         if refused is not None:
             raise refused
@@ -299,12 +290,9 @@ class RunView:
         return [Skipped(one.timeline, one.last, one.problem or "") for one in segments]
 
     def _still_there(self, base: BaseFound) -> bool:
-        if base.id in self.in_memory:
-            return True
-        try:
-            return scan_base(self.filesystem, self.inventory.path, base.id).is_usable
-        except FileNotFoundError:
-            return False
+        return base.id in self.in_memory or base_is_there(
+            self.filesystem, self.inventory.path, base.id
+        )
 
 
 class _NotReplayedError(Exception):

@@ -7,10 +7,10 @@ Read in this order:
 ``engine``          ``Replayer``: checks updates of one optimizer, and applies them to named
                     tensors, in place
 ``optimizer_step``  the optimizer's own ``step()``, on complete tensors and without hooks
-``functional``      torch's functional forms of SGD, Adam and AdamW
 ``self_test``       trials that must pass before the fast path is used
-``blocked``         the fast path: several updates in one pass over the state, block by block, with
-                    TorchScript programs where torch has no kernel
+``blocked``         the fast path of SGD, Adam and AdamW: several updates in one pass over the
+                    state, block by block, by torch's functional forms, or by TorchScript programs
+                    where torch has no kernel
 ``cuts``            cut tensors into blocks on which torch's kernels compute the same bits
 
 Runs in the training process, in commands, and in the keeper's replica. Nothing here depends on

@@ -27,14 +27,16 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from everstep.replay.cuts import Block, Scratch, cut, line
 from everstep.replay.exactness import HALVES
-from everstep.replay.functional import Tensors, form_of, options_of
 from everstep.replay.optimizer_step import writes_gradients
 from everstep.replay.updates import Gradient, Packed, Update
 
@@ -178,7 +180,7 @@ def suits(
     """Return True if there is a program for these hyperparameters; its bits are checked elsewhere.
 
     Args:
-        kind: one of :data:`~everstep.replay.functional.KINDS`.
+        kind: one of :data:`~everstep.replay.blocked.KINDS`.
         options: hyperparameters of a group.
         dtypes: dtypes of the parameters and their moments.
         counts: steps of the parameters after the updates.
@@ -200,7 +202,7 @@ def numbers(kind: type[Optimizer], options: Mapping[str, Any], count: float) -> 
     """Return the numbers that the operators of one update take.
 
     Args:
-        kind: one of :data:`~everstep.replay.functional.KINDS`.
+        kind: one of :data:`~everstep.replay.blocked.KINDS`.
         options: hyperparameters that :func:`suits` has accepted.
         count: step count, including this update.
     """
@@ -234,25 +236,6 @@ def _compiled(function: Callable[..., None]) -> Program | None:
             script(*arguments)
 
     return run
-
-
-class WorkBuffers:
-    """Buffers for a program, by dtype; allocated once, since fresh memory is slow to write to.
-
-    Args:
-        elements: number of elements of a block.
-    """
-
-    def __init__(self, elements: int) -> None:
-        self._elements = elements
-        self._pairs: dict[torch.dtype, Sequence[torch.Tensor]] = {}
-
-    def of(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """Return two buffers of one block each."""
-        if dtype not in self._pairs:
-            pair = [torch.empty(self._elements, dtype=dtype, device="cpu") for _ in range(2)]
-            self._pairs[dtype] = pair
-        return self._pairs[dtype]
 
 
 BLOCK_ELEMENTS = 512 * 1024
@@ -299,14 +282,34 @@ class _Batch:
     counted: dict[str, torch.Tensor]
     compiled: Collection[int]
 
-    def of_group(
-        self, number: int
-    ) -> Iterator[tuple[Update, Mapping[str, Any], tuple[str, ...], Mapping[str, Gradient]]]:
-        """Yield update, hyperparameters, names of moments, and gradients, one update at a time."""
-        for update, options, keys, gradients in zip(
+    def of_block(self, block: Block) -> Iterator[_Piece]:
+        """Yield a block's elements for each update that has gradients of them."""
+        held: tuple[Sequence[str], Sequence[str], Tensors, Mapping[str, Tensors]] = ((), (), [], {})
+        for update, every_options, every_keys, gradients in zip(
             self.updates, self.options, self.keys, self.gradients, strict=True
         ):
-            yield update, options[number], keys[number], gradients
+            names = [name for name in block.names if name in gradients]
+            keys = every_keys[block.group]
+            if not names:
+                continue
+            # The same lists as long as the names are the same.
+            if held[:2] != (names, keys):
+                moments = {key: block.of(self.moments[key], names) for key in keys}
+                held = (names, keys, block.of(self.parameters, names), moments)
+            logged = [block.of_gradient(gradients[name]) for name in names]
+            yield _Piece(update, every_options[block.group], names, held[2], held[3], logged)
+
+
+class _Piece(NamedTuple):
+    """Elements of one block, for one update: hyperparameters of their group, names of the
+    parameters, and their tensors in the same order; moments by key."""
+
+    update: Update
+    options: Mapping[str, Any]
+    names: Sequence[str]
+    parameters: Tensors
+    moments: Mapping[str, Tensors]
+    gradients: Sequence[Gradient]
 
 
 class Blocked:
@@ -315,6 +318,7 @@ class Blocked:
     Args:
         optimizer: holds the state; of a class in :data:`KINDS`. Its ``step`` is not called.
         names: parameter names of each group, in order.
+        parameters: its parameters, by name.
         threads: Python threads that share the blocks, each with one thread of torch.
         block_elements: a multiple of 64; None: :data:`BLOCK_ELEMENTS`.
         compiled: returns True if a program (``programs``) may replace torch's functions, given an
@@ -325,6 +329,7 @@ class Blocked:
         self,
         optimizer: Optimizer,
         names: Sequence[Sequence[str]],
+        parameters: Mapping[str, torch.Tensor],
         *,
         threads: int,
         block_elements: int | None = None,
@@ -335,13 +340,9 @@ class Blocked:
         assert block_elements % ALIGNMENT_ELEMENTS == 0
         self._optimizer = optimizer
         self._kind = type(optimizer)
-        self._form = form_of(self._kind)
+        self._form = _FORMS[self._kind]
         self._names = names
-        self._parameters = {
-            name: parameter
-            for group, members in zip(optimizer.param_groups, names, strict=True)
-            for name, parameter in zip(members, group["params"], strict=True)
-        }
+        self._parameters = parameters
         self._threads = threads
         self._block_elements = block_elements
         self._may_compile = compiled
@@ -397,14 +398,13 @@ class Blocked:
         def work() -> None:
             # Buffers belong to one thread; the state needs no lock, since no two blocks overlap.
             scratch = Scratch(self._block_elements)
-            buffers = WorkBuffers(elements)
             while True:
                 try:
                     block = blocks.popleft()
                 except IndexError:
                     return
                 if block.group in batch.compiled:
-                    self._run_program(block, batch, scratch, buffers)
+                    self._run_program(block, batch, scratch)
                 else:
                     self._run_block(block, batch, scratch)
 
@@ -505,27 +505,21 @@ class Blocked:
     def _run_block(self, block: Block, batch: _Batch, scratch: Scratch) -> None:
         # All blocks of a tensor start from the same step count: each block counts on a copy.
         steps = {name: batch.steps[name].clone() for name in block.names if name in batch.steps}
-        held: tuple[Sequence[str], Sequence[str], Tensors, dict[str, Tensors]] = ((), (), [], {})
-        for update, options, keys, gradients in batch.of_group(block.group):
-            names = [name for name in block.names if name in gradients]
-            if not names:
-                continue
-            if held[:2] != (names, keys):
-                own = {key: block.of(batch.moments[key], names) for key in keys}
-                held = (names, keys, block.of(batch.parameters, names), own)
-            _, _, parameters, moments = held
+        for piece in batch.of_block(block):
+            update = piece.update
+            options = piece.options
             copies = update.grad_scale is not None or writes_gradients(self._kind, (options,))
             scratch.clear()
             self._form.call(
                 # Copies of the lists: torch's functions may replace items (views of complex
                 # tensors).
-                list(parameters),
+                list(piece.parameters),
                 [
-                    scratch.gradient(block.of_gradient(gradients[name]), parameter.dtype, copies)
-                    for name, parameter in zip(names, parameters, strict=True)
+                    scratch.gradient(gradient, parameter.dtype, copies)
+                    for gradient, parameter in zip(piece.gradients, piece.parameters, strict=True)
                 ],
-                {key: list(tensors) for key, tensors in moments.items()},
-                [steps[name] for name in names] if steps else [],
+                {key: list(tensors) for key, tensors in piece.moments.items()},
+                [steps[name] for name in piece.names] if steps else [],
                 options,
                 update,
             )
@@ -533,45 +527,40 @@ class Blocked:
         if block.elements is None or block.elements.start == 0:
             batch.counted.update(steps)
 
-    def _run_program(
-        self, block: Block, batch: _Batch, scratch: Scratch, buffers: WorkBuffers
-    ) -> None:
+    def _run_program(self, block: Block, batch: _Batch, scratch: Scratch) -> None:
         """Do the work of :meth:`_run_block`, with as many updates in one call as have the same
         tensors."""
         run = program(self._kind)
         assert run is not None
         counts = {name: float(batch.steps[name]) for name in block.names if name in batch.steps}
-        held: tuple[Sequence[str], Sequence[str], Tensors, list[Tensors]] = ((), (), [], [])
         waiting: list[tuple[Tensors, list[Numbers]]] = []
+        parameters: Tensors = []
+        moments: list[Tensors] = []
 
         def run_waiting() -> None:
             if waiting:
                 gradients, known = map(list, zip(*waiting, strict=True))
-                run(held[2], held[3], gradients, known, *buffers.of(held[2][0].dtype))
+                run(parameters, moments, gradients, known, *scratch.work(parameters[0].dtype))
                 waiting.clear()
 
-        for _, options, keys, gradients in batch.of_group(block.group):
-            names = [name for name in block.names if name in gradients]
-            if not names:
-                continue
-            # Waiting updates are for the tensors in `held`, so they run before it changes.
-            if held[:2] != (names, keys):
+        for piece in batch.of_block(block):
+            if piece.parameters is not parameters:
+                # Waiting updates are for the tensors before.
                 run_waiting()
-                moments = [block.of(batch.moments[key], names) for key in keys]
-                held = (names, keys, block.of(batch.parameters, names), moments)
-            for name in names if counts else ():
+                parameters = piece.parameters
+                moments = list(piece.moments.values())
+            for name in piece.names if counts else ():
                 counts[name] += 1
-            at = [counts.get(name, 0.0) for name in names]
-            known = {count: numbers(self._kind, options, count) for count in set(at)}
-            logged = [block.of_gradient(gradients[name]) for name in names]
-            packed = any(isinstance(gradient, Packed) for gradient in logged)
+            at = [counts.get(name, 0.0) for name in piece.names]
+            known = {count: numbers(self._kind, piece.options, count) for count in set(at)}
+            packed = any(isinstance(gradient, Packed) for gradient in piece.gradients)
             if packed:
                 run_waiting()
                 scratch.clear()
-            dtype = held[2][0].dtype
+            dtype = parameters[0].dtype
             dense = [
                 one if isinstance(one, torch.Tensor) else scratch.gradient(one, dtype, False)
-                for one in logged
+                for one in piece.gradients
             ]
             waiting.append((dense, [known[count] for count in at]))
             # The scratch memory of a packed gradient is reused for the next one.
@@ -626,3 +615,139 @@ def _in_threads(work: Callable[[], None], threads: int, stop: Callable[[], None]
         torch.set_num_threads(before)
     if errors:
         raise errors[0]
+
+
+Tensors = list[torch.Tensor]
+Call = Callable[[Tensors, Tensors, Mapping[str, Tensors], Tensors, Mapping[str, Any], Update], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Functional form of an optimizer class.
+
+    Attributes:
+        moments: returns the names of the state tensors that have the parameter's shape.
+        counts: True if there is a ``step``.
+        call: the functional form: parameters, gradients, moments, steps, options, update.
+    """
+
+    moments: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    counts: bool
+    call: Call
+
+
+def _adam_moments(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ()))
+
+
+def _call_adam(
+    parameters: Tensors,
+    gradients: Tensors,
+    moments: Mapping[str, Tensors],
+    steps: Tensors,
+    options: Mapping[str, Any],
+    update: Update,
+) -> None:
+    beta1, beta2 = options["betas"]
+    decoupled = options["decoupled_weight_decay"]
+    same_dtype = len({parameter.dtype for parameter in parameters}) == 1
+    if options["fused"] and same_dtype and isinstance(beta1, float):
+        # As torch.optim.adam._fused_adam does, without its grouping by device and dtype, which
+        # takes
+        # several times as long in Python.
+        for step in steps:
+            step.add_(1)
+        operator: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        operator(
+            parameters,
+            gradients,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            moments.get("max_exp_avg_sq", []),
+            steps,
+            amsgrad=options["amsgrad"],
+            lr=options["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=options["maximize"],
+            grad_scale=update.grad_scale,
+            found_inf=update.found_inf,
+        )
+        # As torch does: a skipped update does not count.
+        if update.found_inf is not None:
+            for step in steps:
+                step.sub_(update.found_inf)
+        return
+    function: Any = adamw if decoupled else adam
+    function(
+        parameters,
+        gradients,
+        moments["exp_avg"],
+        moments["exp_avg_sq"],
+        moments.get("max_exp_avg_sq", []),
+        steps,
+        foreach=options["foreach"],
+        fused=options["fused"],
+        capturable=bool(options.get("capturable")),
+        grad_scale=update.grad_scale,
+        found_inf=update.found_inf,
+        has_complex=any(parameter.is_complex() for parameter in parameters),
+        amsgrad=options["amsgrad"],
+        beta1=beta1,
+        beta2=beta2,
+        lr=options["lr"],
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
+        maximize=options["maximize"],
+    )
+
+
+def _sgd_moments(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("momentum_buffer",) if options["momentum"] != 0 else ()
+
+
+def _call_sgd(
+    parameters: Tensors,
+    gradients: Tensors,
+    moments: Mapping[str, Tensors],
+    steps: Tensors,
+    options: Mapping[str, Any],
+    update: Update,
+) -> None:
+    function: Any = sgd
+    function(
+        parameters,
+        gradients,
+        moments.get("momentum_buffer", []),
+        has_sparse_grad=False,
+        foreach=options["foreach"],
+        fused=options["fused"],
+        grad_scale=update.grad_scale,
+        found_inf=update.found_inf,
+        weight_decay=options["weight_decay"],
+        momentum=options["momentum"],
+        lr=options["lr"],
+        dampening=options["dampening"],
+        nesterov=options["nesterov"],
+        maximize=options["maximize"],
+    )
+
+
+_FORMS: dict[type[Optimizer], Form] = {
+    SGD: Form(_sgd_moments, False, _call_sgd),
+    Adam: Form(_adam_moments, True, _call_adam),
+    AdamW: Form(_adam_moments, True, _call_adam),
+}
+KINDS = tuple(_FORMS)
+"""The classes that can be updated block by block."""
+
+_FLAGS = {"foreach": None, "fused": None, "maximize": False, "amsgrad": False, "nesterov": False}
+
+
+def options_of(kind: type[Optimizer], update: Update) -> list[Mapping[str, Any]]:
+    """Return the hyperparameters of each group, with torch's defaults for flags that older versions
+    did not have."""
+    decoupled = {"decoupled_weight_decay": kind is AdamW}
+    return [{**_FLAGS, **decoupled, **options} for options in update.groups]

@@ -73,8 +73,9 @@ def cut(
 
 
 class Scratch:
-    """Memory for the gradients of one block that are compressed, must be converted, or may be
-    written to.
+    """Memory for one block: for gradients that are compressed, must be converted, or may be written
+    to, and for intermediate results. Reused, since fresh memory is several times slower to write
+    to.
 
     Args:
         elements: number of elements of a block.
@@ -84,6 +85,14 @@ class Scratch:
         self._elements = elements
         self._lines: dict[torch.dtype, torch.Tensor] = {}
         self._used = 0
+        self._work: dict[torch.dtype, Sequence[torch.Tensor]] = {}
+
+    def work(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """Return two buffers of one block each for the intermediate results of a program."""
+        if dtype not in self._work:
+            pair = torch.empty(2, self._elements, dtype=dtype, device="cpu")
+            self._work[dtype] = tuple(pair)
+        return self._work[dtype]
 
     def clear(self) -> None:
         """Release the gradients of the last update."""
@@ -103,7 +112,6 @@ class Scratch:
         line = self._lines.get(dtype)
         if line is None:
             line = self._lines[dtype] = torch.empty(self._elements, dtype=dtype, device="cpu")
-        # Reused, since fresh memory is several times slower to write to.
         own = line[self._used : self._used + numel]
         self._used += numel
         return own

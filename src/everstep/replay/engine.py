@@ -13,7 +13,7 @@ import torch
 from torch.optim import SGD, Optimizer, SparseAdam
 
 from everstep.errors import ReplayError, UnsupportedStateError
-from everstep.replay.blocked import Blocked
+from everstep.replay.blocked import KINDS, Blocked
 from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import (
     HALVES,
@@ -27,7 +27,6 @@ from everstep.replay.exactness import (
     thread_dependence,
     variant_of,
 )
-from everstep.replay.functional import KINDS
 from everstep.replay.optimizer_step import build, set_options, step_over
 from everstep.replay.self_test import blocks_are_exact
 from everstep.replay.updates import Gradient, Update, is_widening
@@ -209,7 +208,9 @@ class Replayer:
         if not _disjoint(self._parameters.values()):
             return None
         compiled = functools.partial(blocks_are_exact, self._kind, compiled=True)
-        return Blocked(self.optimizer, self.names, threads=threads, compiled=compiled)
+        return Blocked(
+            self.optimizer, self.names, self._parameters, threads=threads, compiled=compiled
+        )
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Any]]:

@@ -50,7 +50,7 @@ class _Case:
     """Everything that may decide which code of torch runs, on the CPU.
 
     Attributes:
-        kind: one of :data:`~everstep.replay.functional.KINDS`.
+        kind: one of :data:`~everstep.replay.blocked.KINDS`.
         options: hyperparameters of a group. Of values it matters only if they are zero, one, or at
             most a half.
         scaled: presence of a scaler's ``grad_scale`` and ``found_inf``.
@@ -82,7 +82,7 @@ def blocks_are_exact(
     """Return True if the blocked path gives the bits of ``kind.step()`` for updates like this one.
 
     Args:
-        kind: one of :data:`~everstep.replay.functional.KINDS`.
+        kind: one of :data:`~everstep.replay.blocked.KINDS`.
         update: determines the hyperparameters and the presence of a scaler's tensors.
         number: number of the parameter group.
         dtype: dtype of the parameters, on the CPU.
@@ -141,6 +141,7 @@ def _same(case: _Case, tiny: bool, shapes: Shapes) -> bool:
             path = Blocked(
                 optimizer,
                 [list(named)],
+                named,
                 threads=1,
                 block_elements=ALIGNMENT_ELEMENTS if tiny else None,
                 compiled=lambda update, number, dtype: case.compiled,

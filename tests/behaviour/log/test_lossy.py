@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.compress import Compressor
-from everstep.compress.lossy import lossy_copies
 from everstep.compress.quantized import BLOCK_NUMEL, Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError, OptionError
 from everstep.format.log import LogRecord, RecordHead
-from everstep.keeper.replica import lossy_update
 from everstep.keeper.ship.log_copies import lossy_record
 from everstep.replay.updates import Packed, dense
 from everstep.restore.redo.updates import update_from_record
@@ -258,9 +255,7 @@ def test_restored_values_are_within_the_bound_of_their_form(
 ) -> None:
     named = {f"g{number}": gradient for number, gradient in enumerate(drawn)}
     old = record_of(named)
-    few = functools.partial(lossy_copies, int8_below=int8_below)
-    with mock.patch.object(lossy_update, "lossy_copies", few):
-        new = lossy_record(old, RATIO)
+    new = lossy_record(old, RATIO, int8_below)
     new.verify()
     update = update_from_record(new)
     assert update.gradients.keys() == named.keys()

@@ -17,7 +17,7 @@ from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.held import PeerLog, pack_steps
-from everstep.restore.log.log_found import LogFound, LogReader
+from everstep.restore.log import LogFound, LogReader
 from everstep.restore.redo.driver import verified_steps
 from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run

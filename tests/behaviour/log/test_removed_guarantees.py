@@ -18,8 +18,8 @@ import torch
 
 from everstep.capture.mark_samples import MarkSampler
 from everstep.format.log import LogRecord
-from everstep.restore.log import log_found as logs_module
-from everstep.restore.log.log_found import LogReader
+from everstep.restore import log as logs_module
+from everstep.restore.log import LogReader
 from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex

@@ -14,7 +14,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import OptionError, ReplayError
-from everstep.restore.offline.complete import complete_live_base
+from everstep.restore.offline.rank_files import complete_live_base
 from everstep.seams import Seams
 from everstep.testing import inspect
 from tests.support.following import Odd, opened, run_steps, steps_on_disk

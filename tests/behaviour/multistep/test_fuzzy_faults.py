@@ -320,7 +320,7 @@ def test_other_conditions_are_not_called_exact(
 ) -> None:
     run, _ = trained
     elsewhere = {"torch": "1.0", "machine": "abacus", "system": "none"}
-    for module in ("everstep.restore.redo.conditions",):
+    for module in ("everstep.restore.redo.driver",):
         monkeypatch.setattr(f"{module}.fingerprint", lambda: elsewhere)
     keeper = everstep.KeeperOptions(process=False)
     with opened(run, World(seed=9), method="lazy", keeper=keeper) as ckpt:

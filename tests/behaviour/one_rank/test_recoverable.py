@@ -30,7 +30,7 @@ def test_bases_are_bounded_in_steps_before_the_replica_follows(
 ) -> None:
     """A new keeper loads torch, for seconds. What was asked for meanwhile would be lost with it."""
     loads = threading.Event()
-    monkeypatch.setattr(replica, "_import_torch", lambda: loads.wait(TIMEOUT_S))
+    monkeypatch.setattr(replica, "import_torch", lambda: loads.wait(TIMEOUT_S))
     with serving(run_folder) as bench:
         ckpt = opened(bench.run, world := World(), every=EVERY)
         for step in range(1, 10 * EVERY + 1):
@@ -61,7 +61,7 @@ def test_who_takes_over_does_not_wait_for_a_replica_that_loads_torch(
         began.set()
         loads.wait(TIMEOUT_S)
 
-    monkeypatch.setattr(replica, "_import_torch", load)
+    monkeypatch.setattr(replica, "import_torch", load)
     try:
         with serving(run_folder) as bench:
             ckpt = opened(bench.run, world := World())

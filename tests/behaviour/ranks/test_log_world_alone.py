@@ -13,7 +13,7 @@ import everstep
 from everstep.errors import NewerFormatError, RecoveryError
 from everstep.format.names import base_dir, shard_name
 from everstep.format.records import Manifest
-from everstep.restore.start import rank_loader
+from everstep.restore.start import rank_restore
 from everstep.run.scan import Inventory, scan_run, starts_with_job_base
 from everstep.seams import PosixFileSystem, Seams
 from tests.support.multistep.fuzzy import left, lsns_on_disk
@@ -80,14 +80,14 @@ def test_what_a_newer_everstep_has_written_is_not_passed_over(
 ) -> None:
     path = tmp_path / "run"
     until((path, path), 10)
-    load = rank_loader.load_ranks
+    load = rank_restore.load_ranks
 
     def newer(opened: Any, *about: Any, **given: Any) -> Any:
         if opened[0].marker.step == 8:
             raise NewerFormatError("a header is written in format 2")
         return load(opened, *about, **given)
 
-    monkeypatch.setattr(rank_loader, "load_ranks", newer)
+    monkeypatch.setattr(rank_restore, "load_ranks", newer)
     seams = [Seams()] if world == 1 else None
     refused = pytest.raises(NewerFormatError, match="format 2")
     with replicas(*(path,) * world, seams=seams) as ranks, refused:

@@ -13,7 +13,7 @@ import everstep
 from everstep.commit.job.agreement import TakeInventory
 from everstep.commit.lineage import BaseId
 from everstep.format.names import base_dir, marker_name, shard_name
-from everstep.restore.start import rank_loader, rank_log
+from everstep.restore.start import rank_log, rank_restore
 from everstep.restore.start.rank_sources import RankSources
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
@@ -63,8 +63,8 @@ class Seen:
         self.loads = self.layouts = 0
         self.asked: list[bool] = []
         load, layout, offer = (
-            rank_loader.load_ranks,
-            rank_log.read_layout,
+            rank_restore.load_ranks,
+            rank_restore._read_layout,
             RankSources.offer,
         )
 
@@ -81,8 +81,8 @@ class Seen:
             self.asked.append(wanted.relaid)
             return offer(sources, wanted)
 
-        monkeypatch.setattr(rank_loader, "load_ranks", counted)
-        monkeypatch.setattr(rank_log, "read_layout", looked)
+        monkeypatch.setattr(rank_restore, "load_ranks", counted)
+        monkeypatch.setattr(rank_restore, "_read_layout", looked)
         monkeypatch.setattr(RankSources, "offer", asked)
 
 
@@ -116,7 +116,7 @@ def test_where_nobody_can_say_who_had_what_they_go_on_from_the_base(
 ) -> None:
     path = tmp_path / "run"
     until((path, path), 6)
-    monkeypatch.setattr(rank_log, "read_layout", lambda *about: None)
+    monkeypatch.setattr(rank_restore, "_read_layout", lambda *about: None)
     for one in came_back((path, path), 4, 0, apart=True):
         assert "the old layout is in files of other ranks, which are not available here" in str(
             one.skipped

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from everstep.compress import scan, sparse
+from everstep.compress import sparse
 from everstep.compress.ddp import DDPCompression, compressed_mean
 
 __all__ = [
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 def net_of(scenario: str) -> Net:
     # Samples smaller than the tensors: or thresholds would be exact.
-    scan.SAMPLE_NUMEL = sparse.SAMPLE_NUMEL = 512 if scenario == "threshold" else 2**16  # type: ignore[misc]
+    sparse.SAMPLE_NUMEL = 512 if scenario == "threshold" else 2**16  # type: ignore[misc]
     torch.manual_seed(7)
     net = Net()
     net.conv.weight.data = net.conv.weight.data.contiguous(memory_format=torch.channels_last)

@@ -12,7 +12,7 @@ import torch
 
 from everstep.compress.floats import FORMATS
 from everstep.compress.quantized import _largest_scaled, int8
-from everstep.compress.scan import DeviceScan
+from everstep.compress.sparse import DeviceScan
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [

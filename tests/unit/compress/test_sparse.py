@@ -15,17 +15,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.compress import scan as scan_module
 from everstep.compress import sparse as sparse_module
 from everstep.compress.floats import FORMATS
-from everstep.compress.scan import (
+from everstep.compress.sparse import (
     SAMPLE_NUMEL,
     DeviceScan,
     HostScan,
+    Sparse,
     kernels_for,
+    nonzero_count,
     sample_positions,
+    sampled_threshold,
+    topk,
 )
-from everstep.compress.sparse import Sparse, nonzero_count, sampled_threshold, topk
 from everstep.errors import FormatError, OptionError
 
 DTYPES = list(FORMATS)
@@ -43,9 +45,8 @@ def test_counting_leaves_the_memory_resizable(gaps: bool) -> None:
 
 def make_parts_small(patch: pytest.MonkeyPatch) -> None:
     """Samples and blocks so small that a few elements are many of them."""
-    patch.setattr(scan_module, "SAMPLE_NUMEL", 16)
     patch.setattr(sparse_module, "SAMPLE_NUMEL", 16)
-    patch.setattr(scan_module, "_BLOCK_BYTES", 64)
+    patch.setattr(sparse_module, "_BLOCK_BYTES", 64)
 
 
 def bits_of(tensor: torch.Tensor) -> list[int]:
@@ -337,10 +338,10 @@ def test_kernels_that_do_not_run_are_done_without(
     module = SimpleNamespace(TritonScan=scan)
     monkeypatch.setitem(sys.modules, "everstep.compress.kernels", module)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    scan_module._kernels_on.cache_clear()
+    sparse_module._kernels_on.cache_clear()
     tensor: Any = SimpleNamespace(is_cuda=scan is not None, device=torch.device("cpu"))
     with caplog.at_level(logging.WARNING, logger="everstep"):
         found = [kernels_for(tensor) for _ in range(2)]
-    scan_module._kernels_on.cache_clear()
+    sparse_module._kernels_on.cache_clear()
     assert found == [module if scan is DeviceScan else None] * 2
     assert [why in record.message for record in caplog.records] == [True] * bool(why)

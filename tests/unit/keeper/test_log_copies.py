@@ -33,7 +33,7 @@ from everstep.keeper.ship.courier import HOUR_S, ROOT, CopyPlace, Courier, Objec
 from everstep.keeper.ship.couriers import Couriers
 from everstep.keeper.ship.log_copies import LogCopies
 from everstep.link.messages import identity_to_wire
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log import LogFound
 from everstep.run.scan import Inventory
 from everstep.run.segments import scan_log
 from everstep.seams import ManualClock, Seams, failpoints

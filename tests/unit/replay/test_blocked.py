@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import blocked, cuts, engine, functional, self_test
+from everstep.replay import blocked, cuts, engine, self_test
 from everstep.replay.blocked import Blocked
 from everstep.replay.cuts import flat
 from everstep.replay.updates import Update
@@ -329,7 +329,7 @@ def test_what_the_self_test_does_not_prove_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ways: list[tuple[str, int]]
 ) -> None:
     """A torch whose kernels look at where a tensor begins: blocks would go wrong."""
-    adamw = functional.adamw
+    adamw = blocked.adamw
 
     def astray(params: Any, *args: Any, **options: Any) -> None:
         adamw(params, *args, **options)
@@ -337,7 +337,7 @@ def test_what_the_self_test_does_not_prove_is_not_used(
             for parameter in params:
                 parameter.view(-1)[:1].add_(1e-3)
 
-    monkeypatch.setattr(functional, "adamw", astray)
+    monkeypatch.setattr(blocked, "adamw", astray)
     monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
     monkeypatch.setattr(self_test, "_proven", {})
     run = record(lambda groups: AdamW(groups), steps=4, late=False)
@@ -399,14 +399,14 @@ def test_an_error_in_one_thread_ends_all_and_is_raised(monkeypatch: pytest.Monke
     run = record(lambda groups: AdamW(groups, amsgrad=True), steps=4, late=False)
     replayer, _ = replayer_at(run, 1, threads=2)
     replayer.apply(run.updates[1:2])
-    adamw, calls = functional.adamw, itertools.count()
+    adamw, calls = blocked.adamw, itertools.count()
 
     def failing(*args: Any, **options: Any) -> None:
         if next(calls) == 3:
             raise MemoryError("no memory")
         adamw(*args, **options)
 
-    monkeypatch.setattr(functional, "adamw", failing)
+    monkeypatch.setattr(blocked, "adamw", failing)
     with pytest.raises(ReplayError, match="updates 3 to 4 failed half-way: MemoryError"):
         replayer.apply(run.updates[2:])
     with pytest.raises(ReplayError, match="load the base again"):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from everstep.format.records import TimelineRecord
-from everstep.restore.redo.conditions import fingerprint_difference, replay_conditions
+from everstep.restore.redo.driver import fingerprint_difference, replay_conditions
 from everstep.seams import fingerprint as module
 from everstep.seams.fingerprint import (
     computed_on,

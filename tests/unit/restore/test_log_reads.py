@@ -24,7 +24,7 @@ from everstep.format.log import (
     records_of_segment,
 )
 from everstep.format.writer import ChunkRing
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log import LogFound
 from everstep.restore.redo.driver import ReplayDriver
 from everstep.run import log_reads
 from everstep.run.chain import Chain

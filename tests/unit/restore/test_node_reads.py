@@ -25,7 +25,7 @@ from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.fetch.node_reads import NodeReads, NodeStart, NodeWindow
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import LoadedBase
-from everstep.restore.start.rank_loader import RankLoader
+from everstep.restore.start.rank_restore import RankLoader
 from everstep.restore.start.report import ResumeRequest
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem, Seams, SystemClock

@@ -22,7 +22,7 @@ from everstep.replay import exactness
 from everstep.restore.offline import rank_files
 from everstep.restore.offline.audit import audit, pairs
 from everstep.restore.offline.rebuild import changes
-from everstep.restore.redo.conditions import replay_conditions
+from everstep.restore.redo.driver import replay_conditions
 from everstep.run.chain import Chain
 from everstep.run.tensors import with_strides
 from everstep.seams.fingerprint import fingerprint

@@ -19,7 +19,7 @@ from everstep.arena import ReusedMemory
 from everstep.errors import DamageError, EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log import LogFound
 from everstep.restore.redo.driver import verified_steps
 from everstep.run import log_reads
 from everstep.run.chain import Chain

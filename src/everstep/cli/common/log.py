@@ -55,7 +55,7 @@ def count_segments(segments: Iterable[SegmentFound]) -> int:
 
 def steps_in_words(steps: Iterable[int]) -> str:
     """Return steps for people: ``"steps 2 to 10, 14"``; ``"no step"``."""
-    from everstep.restore.offline.run_log import spans
+    from everstep.restore.log import spans
 
     return _spans_in_words(spans(steps))
 
@@ -87,7 +87,7 @@ def as_json(reach: Reach | None) -> dict[str, Any] | None:
     """Return the same as plain data; None for a timeline without segments."""
     if reach is None:
         return None
-    from everstep.restore.offline.run_log import spans
+    from everstep.restore.log import spans
 
     return {
         "segments": count_segments(reach.segments),

@@ -4,13 +4,12 @@ Also completes bases that were captured over several steps (GoCkpt). Runs in the
 only package of the keeper that imports torch, and only when it is needed: ``replica_state`` and
 ``lossy_update`` are imported in background threads. Read in this order:
 
-``served_replica``   start and stop the replica of the attached training process; its messages
-``replica``          one replica: its thread, the bases requested of it, its stop at a takeover
-``replica_state``    the state in memory: apply steps (torch); assemble multi-step bases
-``rebuilds``         complete multi-step bases after their last message; or add the gradients with
-                     which a restore completes them
-``hyperparameters``  hyperparameters that are tensors
-``lossy_update``     approximate copies of gradients for ``log="adaptive"`` (torch)
+``served_replica``  start and stop the replica of the attached training process; its messages
+``replica``         one replica: its thread, the bases requested of it, its stop at a takeover
+``replica_state``   the state in memory: apply steps (torch); assemble multi-step bases
+``rebuilds``        complete multi-step bases after their last message; or add the gradients with
+                    which a restore completes them
+``lossy_update``    approximate copies of gradients for ``log="adaptive"`` (torch)
 """
 
 from everstep.keeper.replica.rebuilds import Rebuilds

@@ -23,17 +23,19 @@ from typing import Any
 
 from everstep.arena import Arena
 from everstep.errors import EverstepError, KeeperError
-from everstep.format import BasePlan, TimelineRecord, timeline_dir
+from everstep.format import BasePlan, ShardIdentity, TimelineRecord, timeline_dir
 from everstep.format.log import LogRecord, RecordHead, plan_segment, record_digest
 from everstep.format.names import TIMELINE_RECORD, shard_name
 from everstep.format.reader import read_record_bytes
 from everstep.keeper.held import NewestCapture
 from everstep.keeper.persist import BaseWriter
 from everstep.keeper.process import AttachedTrainer, Handler, ServedTimeline
+from everstep.keeper.replica.replica import import_torch
 from everstep.link.assembly import Assembly, FuzzyParts, PartialUpdate, assembly_from_wire
 from everstep.link.capture import Capture, RedoFile
 from everstep.seams import FileSystem, failpoint
 from everstep.seams.processes import IoThreads
+from everstep.state.layout import ShardLayout
 
 
 def add_redo_file(
@@ -57,20 +59,12 @@ def add_redo_file(
     lsns = {name: lsn for lsn, names in fuzzy.seen for name in names if lsn < identity.lsn}
     # Before the capture is changed: an incomplete base must not get a redo file.
     _check_complete(assembly, min(lsns.values(), default=identity.lsn), identity.lsn)
-    records: list[LogRecord] = []
+    records = records_of(identity, arena.view, assembly, objects, (fuzzy.layout, fuzzy.data))
     places: dict[str, int] = {}
     for number, update in enumerate(assembly.updates):
-        data = arena.view[update.offset : update.offset + update.layout.size_bytes]
-        digest = record_digest(data, update.objects)
-        records.append(LogRecord(update.head, update.layout, update.objects, data, digest))
         for place in update.layout.placed:
             name = f"{number:06d}/{place.entry.dtype}"
             places.setdefault(name, update.offset + place.begin)
-    head = RecordHead(
-        "mark", identity.timeline, identity.step, identity.lsn, assembly.shape, identity.exact
-    )
-    data = memoryview(fuzzy.data)
-    records.append(LogRecord(head, fuzzy.layout, objects, data, record_digest(data, objects)))
     plan, body = plan_segment(identity, records)
     plan = dataclasses.replace(plan, name=shard_name(identity.rank, len(capture.plan.shards)))
     # Updates are written from the arena without a copy; the rest comes from the plan's body.
@@ -81,6 +75,35 @@ def add_redo_file(
         slices.append(body.source(place.entry.name) if begin is None else (begin, size))
     capture.redo = RedoFile(plan, body, tuple(slices))
     capture.plan = _of_several_updates(capture.plan, lsns)
+
+
+def records_of(
+    identity: ShardIdentity,
+    arena: memoryview,
+    assembly: Assembly,
+    objects: Mapping[str, bytes],
+    mark: tuple[ShardLayout, bytes],
+) -> list[LogRecord]:
+    """Return the updates of a multi-step base and its step mark, as records of a log.
+
+    Args:
+        identity: identity of the base at its last step.
+        arena: memory of the updates; their records refer to it.
+        objects: encoded objects of the mark.
+        mark: layout and data of its tensors.
+    """
+    head = RecordHead(
+        "mark", identity.timeline, identity.step, identity.lsn, assembly.shape, identity.exact
+    )
+    found = []
+    for update in assembly.updates:
+        data = arena[update.offset : update.offset + update.layout.size_bytes]
+        digest = record_digest(data, update.objects)
+        found.append(LogRecord(update.head, update.layout, update.objects, data, digest))
+    layout, tensors = mark
+    data = memoryview(tensors)
+    found.append(LogRecord(head, layout, objects, data, record_digest(data, objects)))
+    return found
 
 
 def _check_complete(assembly: Assembly, first: int, last: int) -> None:
@@ -141,7 +164,7 @@ class Rebuilds:
             self._thread = IoThreads(1, "everstep-rebuild")
         if wanted["warm"]:
             # The import of torch takes seconds; the first base takes a few steps to capture.
-            self._thread.submit(_import_torch)
+            self._thread.submit(import_torch)
 
     def _add_update(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
         """Add an update that a base in progress needs.
@@ -270,7 +293,3 @@ def timeline_record(filesystem: FileSystem, run: PurePath, timeline: int) -> Tim
     except (OSError, EverstepError) as error:
         _log.error("%s", error)
         return None
-
-
-def _import_torch() -> None:
-    import everstep.keeper.replica.replica_state  # noqa: F401

@@ -9,17 +9,19 @@ torch; the thread imports it when it starts to work.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from everstep.arena import Arena
+from everstep.commit import BaseId
 from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError, StateError
 from everstep.format import BasePlan, TimelineRecord
-from everstep.keeper.log import LoggedStep, LogStore
-from everstep.keeper.persist import BaseWriter
-from everstep.link import Save, complete
+from everstep.keeper.log import LoggedStep
+from everstep.keeper.process import ServedTimeline
+from everstep.link import Save, complete, error_to_wire
 from everstep.link.assembly import Samples, check_samples
 from everstep.link.capture import Capture, Incoming, shard_offsets
 from everstep.seams import failpoint
@@ -27,24 +29,13 @@ from everstep.seams.memory import copy_view
 from everstep.seams.processes import Condition
 from everstep.state.layout.shards import pieces
 
+_log = logging.getLogger("everstep.keeper")
+
 _STEPS_AT_ONCE = 4
 """Most steps applied at once.
 
 More steps per pass over the state are faster; other threads wait for a pass to end.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLimits:
-    """Resources of a replica.
-
-    Attributes:
-        size_bytes: maximum memory in bytes.
-        threads: threads that apply updates.
-    """
-
-    size_bytes: int
-    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +55,66 @@ class BaseRequest:
     samples: tuple[Samples, ...] = ()
 
 
-class ReplicaEvents(Protocol):
-    """Receives events of a replica, in any thread."""
+class Reports:
+    """Reports the events of a replica to its training process, and refusals to the other ranks.
+
+    Called in any thread.
+
+    Args:
+        timeline: timeline of the training process.
+        requested: numbers of the bases that are neither durable nor refused; reduced here.
+    """
+
+    def __init__(self, timeline: ServedTimeline, requested: set[int]) -> None:
+        self._timeline = timeline
+        self._trainer = timeline.trainer
+        self._requested = requested
 
     def persisted(self, requests: Sequence[BaseRequest], base: Capture) -> None:
-        """A base that answers these requests is durable or has failed."""
-        ...
+        """Report that a base that answers these requests is durable, or has failed."""
+        error = base.save.durable.exception()
+        if error is not None:
+            known = error if isinstance(error, EverstepError) else EverstepError(repr(error))
+            self.refused(requests, known, base.step)
+            return
+        self._requested.difference_update(request.number for request in requests)
+        self._trainer.send(
+            {
+                "kind": "persisted",
+                "numbers": [request.number for request in requests],
+                "step": base.step,
+                "size_bytes": base.plan.size_bytes,
+            }
+        )
 
-    def refused(self, requests: Sequence[BaseRequest], error: EverstepError) -> None:
-        """There will be no base for these requests."""
-        ...
+    def refused(
+        self, requests: Sequence[BaseRequest], error: EverstepError, step: int | None = None
+    ) -> None:
+        """Report that a base will not be made.
+
+        Args:
+            step: step of the base that failed; None: none was begun.
+        """
+        self._requested.difference_update(request.number for request in requests)
+        for request in requests:
+            # Otherwise the other ranks would wait for this rank's files until a timeout.
+            reason = f"this rank's replica cannot provide it: {error.message}"
+            base = BaseId(self._timeline.number, request.step)
+            self._timeline.writer.committer.refuse(base, reason)
+        self._trainer.send(
+            {
+                "kind": "asks_refused",
+                "numbers": [request.number for request in requests],
+                "step": step,
+                "error": error_to_wire(error),
+            }
+        )
 
     def stopped(self, error: EverstepError, *, for_good: bool) -> None:
-        """The replica has stopped, until the next base or ``for_good``."""
-        ...
+        """Report that the replica has stopped, until the next base or ``for_good``."""
+        _log.error("the replica has stopped: %s", error)
+        self._trainer.send({"kind": "error", "error": error_to_wire(error)})
+        self._trainer.send({"kind": "replica_stopped", "for_good": for_good, "why": error.message})
 
 
 @dataclass(slots=True)
@@ -207,11 +244,9 @@ class Replica:
     """Replica of one timeline, from its first base on.
 
     Args:
-        log: log of the timeline.
-        keeper: writes the bases.
+        timeline: the timeline; its ``replica`` setting limits memory and threads.
         read_record: reads the timeline's record.
-        events: receives events.
-        timeout_s: timeout for captures, in seconds.
+        reports: receives events.
 
     Attributes:
         access: lets one at a time work on the state.
@@ -220,20 +255,16 @@ class Replica:
 
     def __init__(
         self,
-        log: LogStore,
-        keeper: BaseWriter,
+        timeline: ServedTimeline,
         read_record: Callable[[], TimelineRecord | None],
-        limits: ReplicaLimits,
-        events: ReplicaEvents,
-        *,
-        timeout_s: float,
+        reports: Reports,
     ) -> None:
-        self._log = log
-        self._keeper = keeper
+        self._log = timeline.log
+        self._keeper = timeline.writer
         self._read_record = read_record
-        self._limits = limits
-        self._events = events
-        self._timeout_s = timeout_s
+        self._limits = timeline.settings["replica"]
+        self._reports = reports
+        self._timeout_s = timeline.timeout_s
         self.access = _Access()
         self._disabled = False
         self._finishing = False
@@ -242,7 +273,7 @@ class Replica:
         self._pending = _PendingRequests()
         self._durable_step = -1
         self.applied = 0
-        log.listeners.append(self.access.wake)
+        self._log.listeners.append(self.access.wake)
         # A daemon: a pass that hangs in torch must not keep the keeper from ending.
         self._thread = threading.Thread(target=self._run, name="everstep-replica", daemon=True)
         self._thread.start()
@@ -311,7 +342,7 @@ class Replica:
                 answered = self._pending.take(base.step)
                 self._pending.aim(0)
         # Outside the lock: receivers send messages.
-        self._events.persisted(answered, base)
+        self._reports.persisted(answered, base)
 
     def request_base(self, request: BaseRequest) -> None:
         """Queue a request for a base; the step has arrived in the log."""
@@ -324,7 +355,7 @@ class Replica:
                 if self._now.frozen is None and self._pending.target is None:
                     self._pending.aim(0)
         if refused:
-            self._events.refused(
+            self._reports.refused(
                 [request], StateError("no replica follows the log", step=request.step)
             )
         self.access.wake()
@@ -381,7 +412,7 @@ class Replica:
             ]
             if self._now.frozen is None:
                 self._pending.aim(0)
-        self._events.refused(requests, error)
+        self._reports.refused(requests, error)
 
     def drop_requests(self) -> None:
         """Drop all requests whose base is not being written: the process that made them is gone.
@@ -443,7 +474,7 @@ class Replica:
                 # The import takes seconds. The state is released meanwhile: a newer base may
                 # replace it, or a restarted process may freeze it.
                 self.access.release(more=True)
-                _import_torch()
+                import_torch()
                 loaded = True
                 continue
             more = False
@@ -497,7 +528,7 @@ class Replica:
             self._arena.view,
             self._now.objects,
             self._read_record(),
-            threads=self._limits.threads,
+            threads=self._limits["threads"],
         )
 
     def _is_due(self) -> bool:
@@ -593,7 +624,7 @@ class Replica:
             if self._now.frozen is base:
                 self._now.frozen = None
                 self._pending.aim(0 if newest is None else newest[1])
-        self._events.persisted(answered, base)
+        self._reports.persisted(answered, base)
         self.access.wake()
 
     # --- Memory and errors ----------------------------------------------------------------
@@ -602,10 +633,11 @@ class Replica:
         """Return the memory block, of at least ``size_bytes``; allocate it within the limit."""
         if self._arena is not None and self._arena.size_bytes >= size_bytes:
             return self._arena.view
-        if size_bytes > self._limits.size_bytes:
+        limit_bytes = self._limits["size_bytes"]
+        if size_bytes > limit_bytes:
             raise OutOfSpaceError(
                 f"a replica of the state takes {size_bytes} bytes of host memory; the budget "
-                f"leaves {self._limits.size_bytes} for it",
+                f"leaves {limit_bytes} for it",
                 hint="raise Budget(host_bytes=...), or use apply='recovery'",
             )
         self._arena = Arena.create(size_bytes)
@@ -635,10 +667,10 @@ class Replica:
             # For good: nobody reads this memory any more, and training may need it.
             if for_good:
                 self._arena = None
-        self._events.stopped(error, for_good=for_good)
-        self._events.refused(requests, error)
+        self._reports.stopped(error, for_good=for_good)
+        self._reports.refused(requests, error)
 
 
-def _import_torch() -> None:
+def import_torch() -> None:
     """Import torch and the modules that need it."""
     import everstep.keeper.replica.replica_state  # noqa: F401

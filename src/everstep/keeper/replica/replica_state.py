@@ -14,11 +14,12 @@ import torch
 
 from everstep.errors import DamageError
 from everstep.format import BasePlan, Marker, ShardIdentity, TimelineRecord
-from everstep.format.log import NOT_EXACT, LogRecord, RecordHead, record_digest
+from everstep.format.log import NOT_EXACT, RecordHead
 from everstep.keeper.log import LoggedStep
-from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperparameters
+from everstep.keeper.replica.rebuilds import records_of
 from everstep.link.assembly import Assembly, check_samples
 from everstep.link.capture import Capture, shard_offsets
+from everstep.link.recordable import pack_tensors, tensor_hyperparameters
 from everstep.replay import ReplayOptions
 from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.redo import ReplayDriver, Step, replay_conditions
@@ -210,17 +211,8 @@ def rebuild(
     _, size_bytes = shard_offsets(plan)
     memory = arena[capture.offset : capture.offset + size_bytes]
     state = ReplicaState(plan, memory, objects, trained, threads=threads)
-    layout, options = pack_tensors(tensor_hyperparameters(plan, memory, objects))
-    data = memoryview(options)
-    head = RecordHead(
-        "mark", identity.timeline, identity.step, identity.lsn, assembly.shape, identity.exact
-    )
-    mark = LogRecord(head, layout, objects, data, record_digest(data, objects))
-    updates = []
-    for update in assembly.updates:
-        body = arena[update.offset : update.offset + update.layout.size_bytes]
-        found = record_digest(body, update.objects)
-        updates.append(LogRecord(update.head, update.layout, update.objects, body, found))
+    hyperparameters = pack_tensors(tensor_hyperparameters(plan, memory, objects))
+    *updates, mark = records_of(identity, arena, assembly, objects, hyperparameters)
     state.advance([LoggedStep(tuple(updates), mark, 0)])
     made, objects = state.settle()
     # Samples can only be compared where replay yields the bits of training.

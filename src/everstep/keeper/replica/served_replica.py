@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
 from everstep.arena import Arena
-from everstep.commit import BaseId
 from everstep.errors import EverstepError
 from everstep.keeper.held import NewestCapture
 from everstep.keeper.process import AttachedTrainer, Handler, ServedTimeline
 from everstep.keeper.replica.rebuilds import timeline_record
-from everstep.keeper.replica.replica import BaseRequest, Replica, ReplicaLimits
-from everstep.link import error_to_wire
+from everstep.keeper.replica.replica import BaseRequest, Replica, Reports
 from everstep.link.assembly import Samples
 from everstep.link.capture import Capture
 from everstep.seams import FileSystem
-
-_log = logging.getLogger("everstep.keeper")
 
 
 class ServedReplica:
@@ -75,21 +70,17 @@ class ServedReplica:
     def serve(self, timeline: ServedTimeline) -> None:
         """Start a timeline; its ``replica`` setting says whether it has a replica."""
         self._served = timeline
-        limits = timeline.settings.get("replica")
         # A new set: threads of the old replica may still use the old one.
         requested: set[int] = set()
         self._requested = requested
-        if limits is None:
+        if timeline.settings.get("replica") is None:
             return
         # A requested base will be followed by retention, which may free space for the log.
         timeline.log.segments.bases_expected.append(lambda: bool(requested))
         self.replica = Replica(
-            timeline.log,
-            timeline.writer,
+            timeline,
             lambda: timeline_record(self._filesystem, self._run, timeline.number),
-            ReplicaLimits(limits["size_bytes"], limits["threads"]),
-            _Reports(timeline, requested),
-            timeout_s=timeline.timeout_s,
+            Reports(timeline, requested),
         )
 
     def close(self, *, timeout_s: float = 0.0) -> None:
@@ -110,8 +101,7 @@ class ServedReplica:
         if self.replica is None:
             error = EverstepError("this keeper has no replica", step=request.step)
             assert self._served is not None
-            reports = _Reports(self._served, self._requested)
-            reports.refused([request], error)
+            Reports(self._served, self._requested).refused([request], error)
             return
         self._requested.add(request.number)
         self.replica.request_base(request)
@@ -188,56 +178,3 @@ class ServedReplica:
     @property
     def _is_one_of_several(self) -> bool:
         return self._served is not None and self._served.writer.is_one_of_several
-
-
-class _Reports:
-    """Reports events of a replica to its training process, and refusals to the other ranks."""
-
-    def __init__(self, timeline: ServedTimeline, requested: set[int]) -> None:
-        self._timeline = timeline
-        self._trainer = timeline.trainer
-        self._requested = requested
-
-    def persisted(self, requests: Sequence[BaseRequest], base: Capture) -> None:
-        error = base.save.durable.exception()
-        if error is not None:
-            known = error if isinstance(error, EverstepError) else EverstepError(repr(error))
-            self.refused(requests, known, base.step)
-            return
-        self._requested.difference_update(request.number for request in requests)
-        self._trainer.send(
-            {
-                "kind": "persisted",
-                "numbers": [request.number for request in requests],
-                "step": base.step,
-                "size_bytes": base.plan.size_bytes,
-            }
-        )
-
-    def refused(
-        self, requests: Sequence[BaseRequest], error: EverstepError, step: int | None = None
-    ) -> None:
-        """Report that a base will not be made.
-
-        Args:
-            step: step of the base that failed; None: none was begun.
-        """
-        self._requested.difference_update(request.number for request in requests)
-        for request in requests:
-            # Otherwise the other ranks would wait for this rank's files until a timeout.
-            reason = f"this rank's replica cannot provide it: {error.message}"
-            base = BaseId(self._timeline.number, request.step)
-            self._timeline.writer.committer.refuse(base, reason)
-        self._trainer.send(
-            {
-                "kind": "asks_refused",
-                "numbers": [request.number for request in requests],
-                "step": step,
-                "error": error_to_wire(error),
-            }
-        )
-
-    def stopped(self, error: EverstepError, *, for_good: bool) -> None:
-        _log.error("the replica has stopped: %s", error)
-        self._trainer.send({"kind": "error", "error": error_to_wire(error)})
-        self._trainer.send({"kind": "replica_stopped", "for_good": for_good, "why": error.message})

@@ -124,7 +124,7 @@ class LoadedBase:
         notes: in words, everything that could not be restored.
         shape: shape digest (see :mod:`everstep.state.layout.entries`); only for a base of one rank.
         redone: number of updates replayed to bring all parts to the step of the base
-            (:mod:`everstep.restore.offline.complete`).
+            (:mod:`everstep.restore.offline.rank_files`).
         rank_bytes: bytes read from the files of each rank.
         layout: distribution of the tensors over the ranks that saved the base; only if it is
             another one than now.

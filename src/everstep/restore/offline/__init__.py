@@ -9,8 +9,8 @@ the audit process, and in the keeper's replica. Read in this order:
                    tensors and objects of one rank
 ``job_state``      ``JobState``: the states of all ranks of a job, replayed together; one rank is a
                    job of one
-``complete``       bring the parts of a multi-step base to the step of the base
-``rank_files``     read one rank's files of a base
+``rank_files``     read one rank's files of a base; bring the parts of a multi-step base, here or in
+                   live objects, to the step of the base
 ``load``           read a base of one or several ranks; choose the tensors of a job's base that are
                    loaded for each rank
 ``rebuild``        ``Rebuilder``: the state of any logged step, also with some updates left out

@@ -139,21 +139,18 @@ def audit(
                 "it is the first base of its timeline; the log belongs to the timeline before"
             )
         return unchecked(chain.stopped)
+    read = after
     try:
         expected, after_mark = _digests(rebuilder, pair.after)
-    except NewerFormatError:
-        raise
-    except (DamageError, FormatError, ReplayError, UnsupportedStateError, OSError) as error:
-        return unchecked(f"{after} cannot be read: {_message_of(error)}")
-    marks = rebuilder.log.index.marks
-    assert pair.before.manifest is not None
-    updates = marks[chain.steps[-1]].lsn - pair.before.manifest.markers[0].lsn
-    try:
+        read = before
         state = rebuilder.load(pair.before, chain)
     except NewerFormatError:
         raise
     except (DamageError, FormatError, ReplayError, UnsupportedStateError, OSError) as error:
-        return unchecked(f"{before} cannot be read: {_message_of(error)}")
+        return unchecked(f"{read} cannot be read: {_message_of(error)}")
+    marks = rebuilder.log.index.marks
+    assert pair.before.manifest is not None
+    updates = marks[chain.steps[-1]].lsn - pair.before.manifest.markers[0].lsn
     try:
         played = rebuilder.play(chain, state, on_step=on_step)
     except (NewerFormatError, MemoryError):

@@ -28,6 +28,7 @@ from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.redo import MarkEntries, ReplayDriver, Step, owned_entries, sampled_difference
 from everstep.restore.redo.driver import divergence_error
 from everstep.restore.redo.owned import RankObjects, merge_zero_objects
+from everstep.restore.redo.updates import place_in_log
 from everstep.state.layout import OBJECT_PREFIX, SAMPLE, Box, Entry, Placed, Placement
 from everstep.state.layout.entries import HYPER, PART_OBJECT
 from everstep.state.values.objects import decode, encode
@@ -442,14 +443,10 @@ def _check_same_updates(step: JobStep) -> None:
         FormatError: a rank did.
     """
     first = step[min(step)]
-    heads = [_place(one.head) for one in (*first[0], first[1])]
+    heads = [place_in_log(one.head) for one in (*first[0], first[1])]
     for rank, (updates, mark) in step.items():
-        if [_place(one.head) for one in (*updates, mark)] != heads:
+        if [place_in_log(one.head) for one in (*updates, mark)] != heads:
             raise FormatError(f"rank {rank} made other updates before {mark.head} than other ranks")
-
-
-def _place(head: Any) -> tuple[Any, ...]:
-    return head.kind, head.timeline, head.step, head.lsn
 
 
 def _form(entry: Entry) -> tuple[Any, ...]:

@@ -16,26 +16,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from everstep.commit import BaseId
-from everstep.errors import (
-    AuditError,
-    DamageError,
-    EverstepError,
-    FormatError,
-    NewerFormatError,
-    OptionError,
-    RecoveryError,
-    ReplayError,
-    StorageError,
-)
+from everstep.errors import EverstepError, FormatError, OptionError, RecoveryError
 from everstep.format.log import NOT_EXACT
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.replay import ReplayOptions
 from everstep.restore.load import Reads
+from everstep.restore.log import existing_steps, why_unusable
 from everstep.restore.offline.job_state import JobState
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.memory import OfflineState
-from everstep.restore.offline.run_log import RunLog, spans
+from everstep.restore.offline.run_log import RunLog
 from everstep.restore.redo import replay_conditions
 from everstep.run import BaseFound, Chain, Skipped
 from everstep.run.log_reads import Prefetch
@@ -324,13 +315,8 @@ class Rebuilder:
         return found
 
     def _hint(self) -> str:
-        there = {key.step for key in self.log.usable}
         logged = {step for _, step in self.log.replayable()}
-        there |= logged
-        listed = ", ".join(
-            f"{a}" if a == b else f"{a} to {b}" for a, b in spans(sorted(there))[-20:]
-        )
-        known = f"existing steps: {listed or 'none'}"
+        known = existing_steps(logged.union(key.step for key in self.log.usable))
         if logged:
             return known
         if self.log.segments:
@@ -352,20 +338,9 @@ class Rebuilder:
                 logged = self.load(base, chain)
                 other = self.load(base, chain) if twice else None
                 why = self.play(chain, logged, other, drop).why
-            except NewerFormatError:
-                # An older base would hide the data of a newer everstep.
-                raise
-            except (AuditError, DamageError, FormatError, ReplayError) as error:
-                skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
-                continue
-            except OSError as error:
-                reason = f"{error.filename or base.path}: {error.strerror or error}"
+            except (EverstepError, OSError) as error:
+                reason = why_unusable(error, base)
                 skipped.append(Skipped(base.id.timeline, base.id.step, reason))
-                continue
-            except StorageError as error:
-                if type(error) is not StorageError:  # no memory, no space: not this base's fault
-                    raise
-                skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
                 continue
             found = self.rebuilt(base, chain, logged, why, skipped)
             if other is None:

@@ -15,8 +15,7 @@ from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.restore.load import SavedLayout, SavedRanks, contents
-from everstep.restore.log import current_first
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log import LogFound, current_first, spans
 from everstep.restore.offline.job_state import JobStep
 from everstep.run import BaseFound, Chain, Inventory, OpenBase
 from everstep.run.chain import LogIndex, common_heads, path_of
@@ -418,17 +417,6 @@ def _split_step(records: Sequence[LogRecord]) -> tuple[list[LogRecord], LogRecor
     (mark,) = (one for one in records if one.head.kind == "mark")
     updates = sorted((one for one in records if one is not mark), key=lambda one: one.head.lsn)
     return updates, mark
-
-
-def spans(steps: Iterable[int]) -> list[tuple[int, int]]:
-    """Return ascending steps as ranges, both ends included."""
-    found: list[tuple[int, int]] = []
-    for step in steps:
-        if found and step == found[-1][1] + 1:
-            found[-1] = (found[-1][0], step)
-        else:
-            found.append((step, step))
-    return found
 
 
 def _between(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,8 @@ A driver queues the updates of verified steps, applies several steps in one pass
 compares the result with the samples in step marks, and finishes from the last mark. The state
 itself is a :class:`Memory`: the live objects of the training process
 (:class:`~everstep.restore.redo.live.LiveMemory`), or tensors in host memory
-(:class:`~everstep.restore.offline.memory.HostMemory`).
+(:class:`~everstep.restore.offline.memory.HostMemory`). Under which conditions replay gives the bits
+of training (I9) is decided here as well.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ import torch
 
 from everstep.capture import MarkComparison
 from everstep.errors import AuditError, DamageError, EverstepError
+from everstep.format import TimelineRecord
 from everstep.format.log import LogRecord
 from everstep.replay import Exactness, Update
 from everstep.replay.optimizer_step import default_dtype
 from everstep.restore.redo.updates import DeclaredRedo, update_from_record
 from everstep.run.tensors import tensor_of
+from everstep.seams.fingerprint import (
+    describe_threads,
+    fingerprint,
+    thread_count_fixed,
+    threads_disagree,
+)
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout import SAMPLE, Placed
 from everstep.state.layout.entries import SPOT
@@ -35,6 +43,10 @@ _READ_BYTES_MAX = 256 << 20
 reading are about as fast. Fresh memory is slow to get, above all on virtual machines: reading five
 steps of 370 MB each into fresh memory took longer than everything else together."""
 
+
+_KEYS_ON_CPU = ("torch", "machine", "processor", "system", "denormals")
+_KEYS_WITHOUT_INFLUENCE = {"process", "python", "session"}
+"""Keys of fingerprints that identify a process or a start, or do not change the bits of torch."""
 
 MarkEntries = Sequence[tuple[LogRecord, Placed]]
 """Entries of a state, each with the mark that holds it, all marks of one step."""
@@ -354,3 +366,93 @@ def divergence_error(name: str, step: int) -> AuditError:
         step=step,
         hint="call ckpt.before_update() and ckpt.after_update() around such writes",
     )
+
+
+def doubt_about(error: EverstepError) -> str:
+    """Return why the steps before a failed one may be inexact, too; "" if they are not."""
+    # Samples do not show at which earlier step it went wrong.
+    if isinstance(error, AuditError):
+        return f"step {error.step} differs from training, and perhaps steps before it"
+    return ""
+
+
+def replay_conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, str]:
+    """Compare the conditions that the bits of updates depend on, besides the optimizer (I9).
+
+    Args:
+        records: timeline records of the updates to replay; None for a damaged record.
+
+    Returns:
+        The number of torch's threads in training, None if unknown or not constant; and the reason
+        why replay on this machine may be inexact, ``""`` if it must be exact.
+    """
+    mine = fingerprint()
+    threads = set()
+    for record in _distinct(records):
+        if why := _difference(record, mine, _KEYS_ON_CPU):
+            return None, why
+        assert record is not None
+        theirs = record.fingerprint
+        if "cuda" in theirs or "device" in theirs:
+            device = theirs.get("device", "a GPU")
+            return None, f"trained on {device}, replayed on the CPU"
+        if "parameters" in theirs:  # on a device that is not CUDA's
+            return None, f"trained on {theirs['parameters']}, replayed on the CPU"
+        threads.add(theirs.get("threads", ""))
+    (only,) = threads if len(threads) == 1 else ("",)
+    # torch may give fewer threads than it was asked for; only a number that is reproducible here is
+    # used.
+    known = only.isdigit() and int(only) > 0 and describe_threads(int(only)) == only
+    return (int(only) if known else None), ""
+
+
+def fingerprint_difference(records: Iterable[TimelineRecord | None]) -> str:
+    """Return the first difference from the conditions of training that may change bits (I9); "" if
+    there is none. Unlike :func:`replay_conditions`, it compares the devices as well: the updates
+    are replayed where the live optimizers are.
+
+    Args:
+        records: timeline records of the updates to replay; None for a damaged record.
+    """
+    mine = fingerprint()
+    for record in _distinct(records):
+        if why := _difference(record, mine):
+            return why
+        assert record is not None
+        if not thread_count_fixed(record.fingerprint):
+            return f"trained with threads {record.fingerprint['threads']}"
+    return ""
+
+
+def _distinct(records: Iterable[TimelineRecord | None]) -> Iterable[TimelineRecord | None]:
+    """Return each record once: thousands of steps share few, and they are not hashable."""
+    return {id(record): record for record in records}.values()
+
+
+def _difference(
+    record: TimelineRecord | None, mine: Mapping[str, str], keys: Sequence[str] = ()
+) -> str:
+    """Return the first difference between the fingerprints of training and of this process; "" if
+    there is none.
+
+    Args:
+        record: timeline record of training; None: it is damaged.
+        mine: fingerprint of this process.
+        keys: keys to compare; empty: all that have an influence on the bits of torch.
+    """
+    if record is None:
+        return "the timeline record, which names the machine of training, is damaged"
+    theirs = record.fingerprint
+    # Denormals may differ although the fingerprints are equal.
+    for activity, found in (("trained", theirs), ("replayed", mine)):
+        if threads_disagree(found):
+            return (
+                f"{activity} with denormals flushed by some of torch's threads and kept by others: "
+                "call torch.set_flush_denormal(True) at the start of the program"
+            )
+    for key in keys or sorted({*mine, *theirs} - _KEYS_WITHOUT_INFLUENCE):
+        if theirs.get(key) != mine.get(key):
+            absent = "kept" if key == "denormals" else "none"
+            there = theirs.get(key, absent)
+            return f"trained with {key} {there}, replayed with {mine.get(key, absent)}"
+    return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -22,7 +22,7 @@ from everstep.compress.lossy import restored_values
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError, MismatchError, ReplayError
-from everstep.format.log import LogRecord
+from everstep.format.log import LogRecord, RecordHead
 from everstep.replay import Exactness, Gradient, Update, kind_name, replay_kind
 from everstep.replay.updates import Packed
 from everstep.run.tensors import copy_into, tensor_of, with_strides
@@ -74,9 +74,9 @@ def update_from_record(record: LogRecord, *, own: bool = False) -> Update:
         # gradients that other ranks recorded are needed (docs/design/ranks.md).
         own = own or (bool(about.get("spread", False)) and not record.parts)
         if in_shares and not own:
-            others = gradients_from_other_ranks(record, about)
-            gradients |= others.gradients
-            lossy = lossy or others.lossy
+            others, are_lossy = _gradients_from_other_ranks(record, about)
+            gradients |= others
+            lossy = lossy or are_lossy
         return Update(
             lsn=record.head.lsn,
             optimizer=str(about["optimizer"]),
@@ -184,22 +184,11 @@ def _compressed(
     return with_strides(packed.dense(), stride)
 
 
-@dataclass(slots=True)
-class SharedGradients:
-    """Gradients of an update that other ranks recorded.
-
-    Attributes:
-        gradients: by name of the parameter.
-        lossy: at least one record holds lossy copies instead of the consumed gradients.
-    """
-
-    gradients: dict[str, Gradient] = field(default_factory=dict)
-    lossy: bool = False
-
-
-def gradients_from_other_ranks(record: LogRecord, about: Mapping[str, Any]) -> SharedGradients:
+def _gradients_from_other_ranks(
+    record: LogRecord, about: Mapping[str, Any]
+) -> tuple[dict[str, Gradient], bool]:
     """Return the gradients of an update that other ranks recorded: together with this rank's, all
-    that it consumed, each once.
+    that it consumed, each once; and True if some are lossy copies of the consumed ones.
 
     Args:
         record: record of this rank, with the records of other ranks in ``parts``.
@@ -211,20 +200,23 @@ def gradients_from_other_ranks(record: LogRecord, about: Mapping[str, Any]) -> S
             or belongs to another update.
         FormatError: a compressed gradient is invalid.
     """
-    found = SharedGradients()
+    found: dict[str, Gradient] = {}
+    lossy = False
     for ranks, wanted, own in about["shared"]:
         names = list(own)
         for rank in ranks:
             part = record.parts.get(rank)
             if part is not None:
-                of_rank = _from_rank(record, part, rank, about["optimizer"], ranks, wanted)
-                names += of_rank.gradients
-                found.gradients |= of_rank.gradients
-                found.lossy = found.lossy or of_rank.lossy
+                gradients, are_lossy = _from_rank(
+                    record, part, rank, about["optimizer"], ranks, wanted
+                )
+                names += gradients
+                found |= gradients
+                lossy = lossy or are_lossy
         # Without the digest a missing share would look like parameters that had no gradient.
         if len(names) != len(set(names)) or names_digest(names) != wanted:
             raise ValueError(f"gradients that rank(s) {ranks} have in common are missing")
-    return found
+    return found, lossy
 
 
 def own_share(update: Update, record: LogRecord, names: Collection[str]) -> Update:
@@ -251,19 +243,12 @@ def own_share(update: Update, record: LogRecord, names: Collection[str]) -> Upda
 
 def _from_rank(
     record: LogRecord, part: LogRecord, rank: int, optimizer: str, ranks: Any, wanted: str
-) -> SharedGradients:
+) -> tuple[dict[str, Gradient], bool]:
     """Return the gradients that one other rank recorded, after checking that its record is of the
-    same update."""
-    head = record.head
-    other = part.head
+    same update; and True if they are lossy copies."""
     # Gradients of another update would fit in shape, and give a wrong state that looks exact.
-    if (other.kind, other.timeline, other.step, other.lsn) != (
-        head.kind,
-        head.timeline,
-        head.step,
-        head.lsn,
-    ):
-        raise ValueError(f"rank {rank} has {other} in its place")
+    if place_in_log(part.head) != place_in_log(record.head):
+        raise ValueError(f"rank {rank} has {part.head} in its place")
     about: Any = decode(part.objects[PART_OBJECT])
     if about["optimizer"] != optimizer:
         raise ValueError(f"rank {rank} has an update of {about['optimizer']!r}")
@@ -272,7 +257,12 @@ def _from_rank(
         raise ValueError(f"rank {rank} consumed the gradients of other parameters")
     tensors = {place.entry.name: tensor_of(part, place) for place in part.layout.placed}
     gradients = {name: _gradient_of(name, about, tensors) for name in shares[0][1]}
-    return SharedGradients(gradients, bool(about.get("lossy", False)))
+    return gradients, bool(about.get("lossy", False))
+
+
+def place_in_log(head: RecordHead) -> tuple[str, int, int, int]:
+    """Return the place of a record in the log, equal for the records of all ranks."""
+    return head.kind, head.timeline, head.step, head.lsn
 
 
 class UnknownClassError(ReplayError):

@@ -26,7 +26,7 @@ from everstep.replay import Update
 from everstep.restore.fetch import PeerLog
 from everstep.restore.fetch.held import unpack_steps
 from everstep.restore.load import Restored, SavedLayout
-from everstep.restore.log.log_found import LogFound, LogReader
+from everstep.restore.log import LogFound, LogReader
 from everstep.restore.redo import (
     LiveMemory,
     MarkEntries,

@@ -5,20 +5,26 @@ both restore by the same replay, and give the same result. Read in this order:
 
 ``resume``        driver of one rank: choose, restore, open a timeline
 ``roll_forward``  load a base, and replay the log on it
-``report``        the result: for the training process, and as the user gets it; bases that lack
-                  sections of the state; the request: step, live state, strictness
+``report``        the result: for the training process, for the other ranks, and as the user gets
+                  it; bases that lack sections of the state; the request: step, live state,
+                  strictness
 ``resume_job``    driver of several ranks; carries out their agreement
 ``rank_sources``  what one rank can read; opens its timeline
-``rank_restore``  what one rank restores, as the ranks chose
-``rank_loader``   one rank's share of a base of several ranks
+``rank_restore``  what one rank restores, as the ranks chose: its share of a base, and its log
 ``rank_log``      one rank's log in a resume of several ranks; records that the ranks exchange
-``job_outcome``   the result of one rank, for itself and for the others
 """
 
-from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
-from everstep.restore.start.rank_loader import needs_on_disk
 from everstep.restore.start.rank_log import RankLog
-from everstep.restore.start.report import Recovery, Resumed, ResumeRequest, describe
+from everstep.restore.start.rank_sources import needs_on_disk
+from everstep.restore.start.report import (
+    Recovery,
+    Resumed,
+    ResumeRequest,
+    describe,
+    doubted,
+    recovery_report,
+    with_ranks,
+)
 from everstep.restore.start.resume_job import resume_all_ranks
 
 __all__ = [

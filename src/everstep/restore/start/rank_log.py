@@ -27,7 +27,6 @@ from everstep.commit import BaseId
 from everstep.commit.job import Choice, ChunkReply, ChunkRequest
 from everstep.commit.log_reach import LogRun, Reach, runs_of, timeline_of
 from everstep.errors import (
-    AuditError,
     DamageError,
     DeadlineError,
     EverstepError,
@@ -38,13 +37,12 @@ from everstep.format import TimelineRecord, digest
 from everstep.format.log import LogRecord
 from everstep.restore.fetch import StartChannel
 from everstep.restore.fetch.held import FetchedLog, lay_out_records, records_from_pack
-from everstep.restore.fetch.sources import Place, RankRead
+from everstep.restore.fetch.sources import RankRead
 from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes
 from everstep.restore.load import LoadedBase, Restored
-from everstep.restore.log.log_found import LogFound, LogReader
-from everstep.restore.redo.updates import UnknownClassError
+from everstep.restore.log import LogFound, LogReader
+from everstep.restore.redo import UnknownClassError, doubt_about
 from everstep.restore.reshard import LogsInMemory, ReshardedLogs
-from everstep.restore.start.rank_loader import read_layout
 from everstep.restore.start.report import Resumed, ResumeRequest
 from everstep.restore.start.roll_forward import replay as replay_chain
 from everstep.restore.start.roll_forward import replayable
@@ -421,13 +419,6 @@ class RankLog:
         assert choice.reach is not None
         return _steps_of(choice.reach, choice.timelines)[0]
 
-    def with_layout(
-        self, loaded: LoadedBase, base: BaseFound, places: Mapping[int, Place]
-    ) -> LoadedBase:
-        """Add the saved layout to a base that was saved in another layout."""
-        optimizers = self._request.state.optimizers
-        return replace(loaded, layout=read_layout(base, places, optimizers))
-
     def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
         """Return the timeline records that came from other nodes, so that all ranks can compare
         them."""
@@ -480,9 +471,8 @@ class RankLog:
         if isinstance(failed, UnknownClassError) and self._request.strict:
             assert restored.end is not None
             raise failed.refused(restored.end.step, self._request.run) from failed
-        if isinstance(failed, AuditError):
-            # Samples do not show at which earlier step it went wrong.
-            self._doubt = f"step {failed.step} differs from training, and perhaps steps before it"
+        if failed is not None:
+            self._doubt = doubt_about(failed) or self._doubt
         redone = replay.result(failed)
         replay_s = self._request.seams.clock.monotonic_s() - start_s
         return replace(redone, inexact=redone.inexact or self._doubt, replay_s=replay_s)

@@ -1,36 +1,125 @@
-"""Restore of one rank, as the ranks of a job have chosen: compare, load, and replay the log."""
+"""Restore of one rank, as the ranks of a job have chosen: compare its share of a base, load it, and
+replay the log."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
+from everstep.commit import BaseId
 from everstep.commit.job import Choice, Source
 from everstep.commit.job.agreement import Compared, Restored
-from everstep.errors import FormatError, MismatchError, StateError
-from everstep.format import Manifest, base_dir
-from everstep.restore.fetch.sources import Place, Places, read_from_places
-from everstep.restore.load import OTHER_STATE, LoadedBase
-from everstep.restore.load.load import sections_left_out
-from everstep.restore.start.job_outcome import Outcome
-from everstep.restore.start.rank_loader import RankLoader
-from everstep.restore.start.rank_log import LogExchange, RankLog
+from everstep.errors import DamageError, FormatError, MismatchError, StateError
+from everstep.format import Manifest, TimelineRecord, base_dir
+from everstep.format.records import AuditRecord
+from everstep.restore.fetch import HeldBase
+from everstep.restore.fetch.node_reads import NodeReads
+from everstep.restore.fetch.sources import Place, Places, RankRead, read_from_places, source_name
+from everstep.restore.load import (
+    OTHER_STATE,
+    LoadedBase,
+    Reads,
+    SavedLayout,
+    SavedRanks,
+    load_ranks,
+)
+from everstep.restore.load.load import CompleteRank, compare_ranks, sections_left_out
+from everstep.restore.load.saved_ranks import HoleError
+from everstep.restore.offline.rank_files import complete_rank_files
+from everstep.restore.start.rank_log import LogExchange, RankLog, Redone
 from everstep.restore.start.rank_sources import RankSources
 from everstep.restore.start.report import ResumeRequest, missing_sections, refuse_log_loss
-from everstep.run import BaseFound, Skipped
-from everstep.run.scan import candidates
+from everstep.run import BaseFound, Inventory, OpenBase, Skipped
+from everstep.run.verify import audit_of
+from everstep.seams.progress import ProgressSink, progress, silent
 from everstep.state.ranks import SkippedState
 
 _log = logging.getLogger("everstep")
 _T = TypeVar("_T")
 
 
+@dataclass(slots=True)
+class Outcome:
+    """Live state of this rank during the resume.
+
+    Attributes:
+        loaded: result of loading the base; None on a fresh start.
+        source: source of the base.
+        exact: True if the state is bit for bit that of training.
+        load_s: seconds spent loading.
+        reads: bytes read, by tier.
+        redone: result of replay.
+        audit: audit that the state rests on (see :func:`.verify.audit_of`).
+    """
+
+    loaded: LoadedBase | None = None
+    source: str = "fresh"
+    exact: bool = True
+    load_s: float = 0.0
+    reads: tuple[RankRead, ...] = ()
+    redone: Redone = field(default_factory=Redone)
+    audit: AuditRecord | None = None
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedBase,
+        manifest: Manifest,
+        picked: Mapping[int, Place],
+        rank: int,
+        *,
+        load_s: float,
+    ) -> Outcome:
+        """Return the outcome of loading a base.
+
+        Args:
+            picked: location where the files of each rank were read.
+            rank: rank that read them.
+        """
+        read_bytes: dict[Source, int] = {}
+        for writer, size_bytes in loaded.rank_bytes.items():
+            source = picked[writer].source
+            read_bytes[source] = read_bytes.get(source, 0) + size_bytes
+        return cls(
+            loaded,
+            source_name({place.source.tier for place in picked.values()}),
+            manifest.exact and not loaded.mismatches and not loaded.notes,
+            load_s,
+            tuple(
+                RankRead(rank, source.tier, size_bytes)
+                for source, size_bytes in sorted(read_bytes.items())
+            ),
+        )
+
+    def audited(self, restored: Restored, inventory: Inventory, end: BaseId | None) -> Restored:
+        """Apply audits to the result: a state that rests on a base which audits found different is
+        not exact (I9).
+
+        Args:
+            end: timeline and step of the state.
+        """
+        if end is not None:
+            self.audit = audit_of(inventory, end)
+            if self.audit is not None and self.audit.verdict == "different":
+                self.exact = False
+        return replace(restored, exact=restored.exact and self.exact)
+
+    def doubt(self, notes: tuple[str, ...]) -> None:
+        """Note why the next step may differ from that of an uninterrupted training."""
+        if notes and self.loaded is not None:
+            self.loaded = replace(self.loaded, notes=(*self.loaded.notes, *notes))
+            self.exact = False
+
+
 class RankRestore:
     """Live state of this rank while the ranks agree.
 
     Args:
+        node: reads shared with the other ranks of this node; None: this rank reads by itself.
         log: log of this rank; None: there is none.
         exchange: log records of other ranks.
 
@@ -46,7 +135,7 @@ class RankRestore:
         self,
         request: ResumeRequest,
         sources: RankSources,
-        loader: RankLoader,
+        node: NodeReads | None,
         log: RankLog | None,
         exchange: LogExchange,
     ) -> None:
@@ -57,7 +146,7 @@ class RankRestore:
         self.passed_over = ""
         self._request = request
         self._sources = sources
-        self._loader = loader
+        self._loader = RankLoader(request, node)
         self._log = log
         self._exchange = exchange
         # Loaded, with nothing replayed on it: a choice of the same base need not load it again.
@@ -219,8 +308,7 @@ class RankRestore:
         """
         if self._request.step is not None:
             return
-        older = candidates(self._sources.inventory).ordered
-        tried = [base, *(one for one in older if one.id < base.id)]
+        tried = [base, *self._sources.older_than(base.id)]
         sections = self._request.state.providers.keys()
         lacking = missing_sections(self._request.seams.filesystem, tried, sections)
         if base.id in lacking:
@@ -233,7 +321,8 @@ class RankRestore:
         if not choice.readers or loaded is None or loaded.layout is not None or self._log is None:
             return
         picked = places.pick(places.readable)
-        self.outcome.loaded = self._log.with_layout(loaded, base, picked or {})
+        layout = _read_layout(base, picked or {}, self._request.state.optimizers)
+        self.outcome.loaded = replace(loaded, layout=layout)
 
     def _base_of(self, choice: Choice) -> BaseFound:
         assert choice.base is not None
@@ -243,3 +332,168 @@ class RankRestore:
     def _skip(self, one: Skipped) -> None:
         if one not in self.skipped:
             self.skipped.append(one)
+
+
+class _ReportedProgress:
+    """Progress that is also reported to the other ranks."""
+
+    def __init__(self, shown: ProgressSink, alive: Callable[[], None]) -> None:
+        self._shown = shown
+        self._alive = alive
+
+    def advance(self, amount: int) -> None:
+        # Loading may take longer than the timeout of the other ranks, and they may wait for log
+        # records.
+        self._alive()
+        self._shown.advance(amount)
+
+
+def _read_layout(
+    base: BaseFound, places: Mapping[int, Place], optimizers: Collection[str]
+) -> SavedLayout | None:
+    """Return the layout of a base from its headers; None if they can no longer be read.
+
+    Args:
+        optimizers: sections of optimizers.
+    """
+    try:
+        # The layout only uses headers, so closed files suffice.
+        with _opened(base, places) as opened:
+            return SavedLayout.of(SavedRanks(opened), opened, optimizers)
+    except (DamageError, FormatError, OSError) as error:
+        _log.warning("%s: its layout cannot be read: %s", base.id, error)
+        return None
+
+
+@contextlib.contextmanager
+def _opened(
+    base: BaseFound, places: Mapping[int, Place], alive: Callable[[], None] = lambda: None
+) -> Iterator[list[OpenBase]]:
+    """Open the files of each rank in ``places``; close them at the end."""
+    with contextlib.ExitStack() as stack:
+        found: list[OpenBase] = []
+        for rank, place in places.items():
+            files = place.files
+            if isinstance(files, HeldBase):
+                found.append(files.open())
+            else:
+                found.append(OpenBase.open(files, base, rank=rank))
+            stack.callback(found[-1].close)
+            alive()
+        yield found
+
+
+class RankLoader:
+    """Loads this rank's share of a base, or compares it with the live state.
+
+    Args:
+        request: live state, and what is accepted.
+        node: reads shared with the other ranks of this node; None: this rank reads by itself.
+    """
+
+    def __init__(self, request: ResumeRequest, node: NodeReads | None = None) -> None:
+        self._request = request
+        self._node = node
+
+    def load(
+        self,
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        *,
+        partly: bool = False,
+        timelines: Sequence[TimelineRecord] = (),
+    ) -> LoadedBase:
+        """Restore the live state from a base.
+
+        Args:
+            places: location of the files of each rank.
+            alive: called every now and then.
+            partly: the files of the other ranks are missing.
+            timelines: timeline records of the history.
+        """
+        trained = _trained(base, timelines)
+        node = self._node
+        if not partly and node is not None and node.begin(base, places):
+            try:
+                return self._load(base, places, alive, trained, node)
+            except HoleError:
+                # A DamageError, but files that were read directly would have the same hole.
+                raise
+            except DamageError as error:
+                # The bytes came through another rank: read them directly before calling them
+                # damaged.
+                _log.warning(
+                    "%s: this rank reads it without the other ranks of its node: %s", base.id, error
+                )
+            finally:
+                # Other ranks of the node wait for cells that this one claimed: end before reading
+                # again.
+                node.end()
+        return self._load(base, places, alive, trained, None, partly=partly)
+
+    def compare(
+        self,
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        *,
+        partly: bool = False,
+        timelines: Sequence[TimelineRecord] = (),
+    ) -> SkippedState:
+        """Return the state of a base that :meth:`load` would leave out; same arguments.
+
+        Raises:
+            MismatchError: in strict mode, on any difference.
+        """
+        with _opened(base, places, alive) as opened:
+            return compare_ranks(
+                opened,
+                self._request.state,
+                strict=self._request.strict,
+                partly=partly,
+                complete=self._complete(_trained(base, timelines), silent, alive),
+            )
+
+    def _load(
+        self,
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        trained: TimelineRecord | None,
+        node: NodeReads | None,
+        *,
+        partly: bool = False,
+    ) -> LoadedBase:
+        request = self._request
+        with _opened(base, places, alive) as opened:
+            if node is not None:
+                for one, place in zip(opened, places.values(), strict=True):
+                    node.share(one, place)
+            tiers = ", ".join(sorted({place.source.tier for place in places.values()}))
+            label = f"resume from step {base.id.step} ({tiers})"
+            with progress(label, sum(one.size_bytes for one in opened)) as bar:
+                return load_ranks(
+                    opened,
+                    request.state,
+                    Reads(request.ring, request.timeout_s, _ReportedProgress(bar, alive)),
+                    strict=request.strict,
+                    on_touch=request.on_touch,
+                    partly=partly,
+                    complete=self._complete(trained, bar, alive),
+                )
+
+    def _complete(
+        self, trained: TimelineRecord | None, bar: ProgressSink, alive: Callable[[], None]
+    ) -> CompleteRank:
+        """Return the function that completes files of a multi-step base from their redo files."""
+        return partial(
+            complete_rank_files,
+            reads=Reads(self._request.ring, self._request.timeout_s, bar),
+            trained=trained,
+            alive=alive,
+        )
+
+
+def _trained(base: BaseFound, timelines: Iterable[TimelineRecord]) -> TimelineRecord | None:
+    return next((one for one in timelines if one.timeline == base.id.timeline), None)

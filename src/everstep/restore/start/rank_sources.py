@@ -7,6 +7,7 @@ cheapest place.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -22,9 +23,12 @@ from everstep.restore.fetch.peer_plan import Coverage
 from everstep.restore.fetch.peers import FetchedBase, OfferExtras, coverage_on_disk
 from everstep.restore.fetch.rank_copies import offer_of, open_on_disk
 from everstep.restore.fetch.sources import CopiesAhead, Place, Places
+from everstep.restore.load.saved_ranks import needs_of
 from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.report import ResumeRequest
-from everstep.run import Inventory, TimelineCache, scan_run
+from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
+from everstep.run.scan import candidates
+from everstep.state.training_state import State
 
 _SCANS_MAX = 8
 
@@ -196,6 +200,10 @@ class RankSources:
         self._asked = asked
         return found, coverage_on_disk(self._request.seams.filesystem, self.inventory.bases)
 
+    def older_than(self, base: BaseId) -> list[BaseFound]:
+        """Return the older bases on this disk that can be used."""
+        return [one for one in candidates(self.inventory).ordered if one.id < base]
+
     def places(self, choice: Choice, manifest: Manifest) -> Places:
         """Return the places where this rank can read the files of each rank."""
         found: dict[int, list[Place]] = {}
@@ -247,3 +255,26 @@ class RankSources:
     def close(self) -> None:
         """Stop reading ahead. Idempotent."""
         self._ahead.close()
+
+
+def needs_on_disk(
+    state: State, disks: Sequence[str], shared: Sequence[bool] | None = None
+) -> Needs:
+    """Return a function giving the ranks whose files this rank reads, of those on its disk.
+
+    Shared tensors are written once to each disk. So a job on the same disks with as many ranks
+    needs no files from other disks.
+
+    Args:
+        disks: name of the disk of each rank.
+        shared: as for :func:`.saved_ranks.needs_of`; must be the same on every rank.
+    """
+    needs = needs_of(state, shared)
+
+    def here(rank: int, manifest: Manifest) -> Collection[int]:
+        wanted = needs(rank, manifest)
+        if len(set(disks)) == 1 or len(manifest.markers) != len(disks):
+            return wanted
+        return [other for other in wanted if disks[other] == disks[rank]]
+
+    return here

@@ -10,9 +10,10 @@ Request of a process to restore a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Any
 
 from everstep.commit import BaseId
 from everstep.errors import EverstepError, RecoveryError
@@ -30,6 +31,7 @@ from everstep.state.layout.entries import is_reserved
 from everstep.state.training_state import State
 
 NO_DATA = "not in the state"
+ELSEWHERE = "the state that another rank restored is not exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,3 +396,45 @@ class ResumeRequest:
     on_touch: Callable[[], None] = lambda: None
     trained: bool = False
     restores: bool = True
+
+
+def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
+    """Add notes found after the agreement to a result; it is then not exact."""
+    if not notes:
+        return resumed
+    why = "; ".join(filter(None, (resumed.inexact, *notes)))
+    problems = (*resumed.problems, *notes)
+    return replace(resumed, exact=False, own_exact=False, inexact=why, problems=problems)
+
+
+def recovery_report(resumed: Resumed) -> dict[str, Any]:
+    """Return a rank's report about its resume, for the other ranks."""
+    return {
+        "reads": [[one.source, one.size_bytes] for one in resumed.reads],
+        "back": [
+            resumed.source,
+            sum(one.size_bytes for one in resumed.reads),
+            resumed.load_s,
+            resumed.replay_s,
+            resumed.replayed,
+            resumed.own_exact,
+        ],
+    }
+
+
+def with_ranks(resumed: Resumed, reports: Sequence[Mapping[str, Any]]) -> Resumed:
+    """Add the reports of all ranks (:func:`recovery_report`), in order of rank."""
+    backs = tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(reports))
+    causes = ", ".join(str(one.rank) for one in backs if not one.exact)
+    if resumed.inexact == ELSEWHERE and causes:
+        why = f"the state that rank(s) {causes} restored is not exact: see their evidence"
+        resumed = replace(resumed, inexact=why)
+    return replace(
+        resumed,
+        reads=tuple(
+            RankRead(rank, str(source), int(size_bytes))
+            for rank, one in enumerate(reports)
+            for source, size_bytes in one["reads"]
+        ),
+        ranks=backs,
+    )

@@ -20,20 +20,13 @@ from dataclasses import replace
 from everstep.commit import BaseId, describe_abandoned
 from everstep.commit.job.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
 from everstep.commit.lineage import describe_lost_steps, describe_unused
-from everstep.errors import (
-    RecoveryError,
-)
+from everstep.errors import RecoveryError
 from everstep.format import Manifest, base_dir
 from everstep.restore.fetch.copies import parallel_reads
 from everstep.restore.load import Restored, nonfinite_notice
-from everstep.restore.log.log_found import LogFound
+from everstep.restore.log import LogFound, base_is_there
 from everstep.restore.start.report import Resumed, ResumeRequest, refuse_log_loss, why_inexact
-from everstep.restore.start.roll_forward import (
-    ChoiceGoneError,
-    Loader,
-    OneRankChoice,
-    base_is_there,
-)
+from everstep.restore.start.roll_forward import ChoiceGoneError, OneRankChoice
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.run.folder import open_timeline, uncondemn
 from everstep.run.scan import candidates, starts_with_job_base
@@ -98,7 +91,6 @@ class _Start:
             raise self._no_way_back()
         if starts_with_job_base(inventory, step=self._step):
             return None
-        loader = Loader(request, self._held)
         log = LogFound.of(
             self._filesystem,
             inventory,
@@ -106,15 +98,21 @@ class _Start:
             world=1,
             threads=parallel_reads(self._filesystem),
         )
-        restored = Restored() if fresh else OneRankChoice(loader, inventory, log).restore()
-        if restored is None:
-            return None
+        restored = Restored()
+        source = "fresh"
+        if not fresh:
+            choice = OneRankChoice(request, inventory, log)
+            found = choice.restore()
+            if found is None:
+                return None
+            restored = found
+            source = choice.source
         if restored.base is None and request.trained:  # no state was modified
             raise self._no_way_back()
         # Refused before the timeline exists: until then nothing on disk has changed but a manifest
         # that follows from its markers.
         self._refuse_log_loss(restored)
-        result = self._result(restored, inventory, loader.source)
+        result = self._result(restored, inventory, source)
         failpoint("resume.before_timeline")
         timeline = open_timeline(
             request.seams,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from everstep.commit.job import COORDINATOR, Choice, Needs, Send
 from everstep.commit.job.agreement import (
@@ -25,44 +26,51 @@ from everstep.commit.job.agreement import (
     Restore,
     TakeInventory,
 )
+from everstep.errors import MismatchError, RecoveryError
 from everstep.format import TimelineRecord
 from everstep.restore.fetch import Copies, FetchCopies, Meeting, StartChannel
 from everstep.restore.fetch.node_reads import NodeReads
-from everstep.restore.start.job_outcome import record_of, refusal_error, resumed_of
-from everstep.restore.start.rank_loader import RankLoader
+from everstep.restore.load import LoadedBase, nonfinite_notice
 from everstep.restore.start.rank_log import LogExchange, RankLog
 from everstep.restore.start.rank_restore import RankRestore
 from everstep.restore.start.rank_sources import RankSources
-from everstep.restore.start.report import Resumed, ResumeRequest
+from everstep.restore.start.report import ELSEWHERE, Resumed, ResumeRequest, why_inexact
+from everstep.run import Skipped
 from everstep.seams import failpoint
+from everstep.seams.fingerprint import fingerprint, merge_fingerprints, process_name
 from everstep.tiers import storage_errors
 
 _log = logging.getLogger("everstep")
 
+_HINT_UNLIKE = (
+    "build the state that these ranks share as it was saved, the same on all of them; parameters "
+    "that are new on one rank (a head, say) can be added to the optimizer after "
+    "resume(strict=False), with add_param_group()"
+)
+
 
 class _RankStart:
-    """One rank's side of an agreement.
-
-    Args:
-        ready: returns once this rank's keeper is ready.
-    """
+    """One rank's side of an agreement; arguments as of :func:`resume_all_ranks`."""
 
     def __init__(
         self,
         request: ResumeRequest,
         meeting: Meeting,
-        others: StartChannel,
-        exchange: LogExchange,
-        sources: RankSources,
-        restore: RankRestore,
+        needs: Needs,
+        copies: Copies,
+        log: RankLog | None,
+        node: NodeReads | None,
         ready: Callable[[], None],
     ) -> None:
+        clock = request.seams.clock
+        self.sources = RankSources(request, meeting, copies, log, needs, node)
+        self.others = StartChannel(meeting, clock, request.run, timeout_s=request.timeout_s)
+        self._exchange = LogExchange(self.others, clock, None if log is None else log.encoded)
+        self._restore = RankRestore(request, self.sources, node, log, self._exchange)
         self._request = request
         self._meeting = meeting
-        self._others = others
-        self._exchange = exchange
-        self._sources = sources
-        self._restore = restore
+        self._copies = copies
+        self._log = log
         self._ready = ready
         self._went: Go | None = None
         self._refused: Refuse | None = None
@@ -71,7 +79,7 @@ class _RankStart:
             meeting.world,
             record_of=self._record_of,
             step=request.step,
-            needs=sources.needs,
+            needs=needs,
             fetch=False,
             trained=request.trained,
             compares=not meeting.strict,
@@ -88,37 +96,90 @@ class _RankStart:
         """
         self._carry_out(self._agreement.start())
         while waits_for := self._agreement.waits_for:
-            self._others.doing = f"waits for rank(s) {', '.join(map(str, waits_for))}"
-            message = self._others.listen()
+            self.others.doing = f"waits for rank(s) {', '.join(map(str, waits_for))}"
+            message = self.others.listen()
             # Other ranks may still replay, with records from here.
             self._exchange.answer()
             if message is not None:
                 self._carry_out(self._agreement.receive(*message))
             self._carry_out(self._agreement.tick(self._request.seams.clock.monotonic_s()))
-            self._others.is_alive()
-            self._others.check(self._agreement.waits_for)
+            self.others.is_alive()
+            self.others.check(self._agreement.waits_for)
         if self._refused is not None:
-            raise refusal_error(
-                self._refused,
-                self._restore.unusable,
-                self._restore.left_out,
-                rank=self._meeting.rank,
-                run=self._request.run,
-            )
+            raise self._refusal_error(self._refused)
         assert self._went is not None
         return self._went
 
     def leave(self, error: BaseException) -> None:
         """Report to the other ranks that this one has failed, unless all of them were refused."""
         if self._refused is None:
-            self._others.leave(error)
+            self.others.leave(error)
+
+    def result(self, go: Go) -> Resumed:
+        """Return the result of this rank, after all ranks agreed to go on."""
+        choice = go.choice
+        outcome = self._restore.outcome
+        redone = outcome.redone
+        loaded = outcome.loaded
+        end = choice.end
+        reach = choice.reach
+        lsn = 0 if loaded is None else loaded.marker.lsn
+        problems = self._problems(choice)
+        if loaded is not None:
+            loaded = replace(loaded, notes=(*loaded.notes, *redone.notes))
+            problems += nonfinite_notice(self._request.state, end)
+        resumed = Resumed(
+            go.timeline,
+            choice.base,
+            loaded,
+            outcome.source,
+            outcome.exact and go.exact,
+            (
+                *(Skipped(base.timeline, base.step, why) for base, why in choice.skipped),
+                *self._restore.skipped,
+                *(() if self._log is None else self._log.skipped),
+            ),
+            problems,
+            step=0 if end is None else end.step,
+            lsn=lsn if reach is None else reach.lsn,
+            replayed=0 if reach is None else reach.count,
+            inexact=self._why_inexact(go, loaded),
+            audit=outcome.audit,
+            load_s=outcome.load_s,
+            replay_s=redone.replay_s,
+            forks=tuple(r.fork_step for r in choice.timelines if r.parent is not None),
+            reads=outcome.reads,
+            own_exact=outcome.exact,
+            by_offsets=bool(choice.readers),
+        )
+        return resumed if self._log is None else self._log.with_lent(resumed, choice)
+
+    def _problems(self, choice: Choice) -> tuple[str, ...]:
+        passed_over = (self._restore.passed_over,) if self._restore.passed_over else ()
+        note = (choice.note,) if choice.note else ()
+        if self._meeting.rank == COORDINATOR:
+            # The same on all ranks.
+            for text in (*note, *passed_over):
+                _log.warning("%s", text)
+        damaged = (f"{path}: {why}" for path, why in self.sources.inventory.problems)
+        return (*damaged, *self._copies.problems, *passed_over, *note)
+
+    def _why_inexact(self, go: Go, loaded: LoadedBase | None) -> str:
+        """Return why the state is not exact, on this rank or on another one; "" if it is."""
+        outcome = self._restore.outcome
+        if outcome.exact and not go.exact:
+            return ELSEWHERE
+        choice = go.choice
+        markers = () if choice.manifest is None else choice.manifest.markers
+        replay = outcome.redone.inexact
+        return why_inexact(replay, outcome.audit, loaded, choice.base, markers, choice.timelines)
 
     def _carry_out(self, outs: Iterable[AgreementOut]) -> None:
         todo = list(outs)
         while todo:
             out = todo.pop(0)
             if isinstance(out, Send):
-                self._others.tell(out.rank, out.message)
+                self.others.tell(out.rank, out.message)
             elif isinstance(out, Go):
                 self._went = out
             elif isinstance(out, Refuse):
@@ -129,29 +190,54 @@ class _RankStart:
     def _perform(self, out: TakeInventory | Compare | Restore | OpenTimeline) -> AgreementEvent:
         """Perform an action, and return the event that answers it."""
         if isinstance(out, TakeInventory):
-            self._others.begin("scans its bases and logs")
-            return InventorySeen(self._sources.offer(out))
+            self.others.begin("scans its bases and logs")
+            return InventorySeen(self.sources.offer(out))
         if isinstance(out, Compare):
-            self._others.begin(f"compares {out.choice.base} with its state")
+            self.others.begin(f"compares {out.choice.base} with its state")
             return self._restore.compare(out.choice)
         if isinstance(out, Restore):
-            self._others.begin(f"restores {out.choice.base or 'nothing'}")
+            self.others.begin(f"restores {out.choice.base or 'nothing'}")
             return self._restore.restore(out.choice)
-        self._others.begin(f"opens timeline {out.record.timeline}")
+        self.others.begin(f"opens timeline {out.record.timeline}")
         # The keeper must be ready before the timeline exists: from then on older processes are
         # fenced off.
         self._ready()
         failpoint("resume.before_timeline")
-        return Opened(self._sources.open(out))
+        return Opened(self.sources.open(out))
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
-        return record_of(
-            choice,
-            number,
-            self._meeting,
+        """Return the record of the timeline that all ranks open."""
+        assert choice.run is not None, "every disk has the record of the run by now"
+        meeting = self._meeting
+        # Only a replayed step needs its base named: there is no base of that step to fork from.
+        base = None if choice.reach is None else choice.base
+        # Of all ranks: where they differ, no replay of this timeline is claimed to be exact (I9).
+        known = merge_fingerprints(meeting.fingerprints or (fingerprint(),))
+        # Session and process make the bytes unique to this start: of two starts that open the same
+        # number, exactly one finds its own record.
+        return TimelineRecord(
+            run=choice.run,
+            timeline=number,
+            parent=None if choice.end is None else choice.end.timeline,
+            fork_step=0 if choice.end is None else choice.end.step,
             exact=self._restore.outcome.exact,
-            unix_s=self._request.seams.clock.unix_s(),
+            world=meeting.world,
+            fingerprint={**known, "session": meeting.session, "process": process_name()},
+            created_unix_s=self._request.seams.clock.unix_s(),
+            base=None if base is None else (base.timeline, base.step),
         )
+
+    def _refusal_error(self, refuse: Refuse) -> RecoveryError | MismatchError:
+        """Return the error to raise after all ranks agreed to restore nothing."""
+        rank = self._meeting.rank
+        run = self._request.run
+        if refuse.unlike:
+            left_out = self._restore.left_out
+            return MismatchError(
+                refuse.reason, mismatches=left_out, rank=rank, path=run, hint=_HINT_UNLIKE
+            )
+        text = "\n".join([refuse.reason, *(f"  {one}" for one in self._restore.unusable)])
+        return RecoveryError(text, rank=rank, path=run)
 
 
 def resume_all_ranks(
@@ -185,18 +271,12 @@ def resume_all_ranks(
         StateError: there is something to restore, and ``resume()`` was not called.
         DeadlineError: a rank does not respond.
     """
-    clock = request.seams.clock
     copies = copies or Copies((), request.run)
-    loader = RankLoader(request, node)
-    sources = RankSources(request, meeting, copies, log, needs, node)
-    others = StartChannel(meeting, clock, request.run, timeout_s=request.timeout_s)
-    exchange = LogExchange(others, clock, None if log is None else log.encoded)
-    restore = RankRestore(request, sources, loader, log, exchange)
-    start = _RankStart(request, meeting, others, exchange, sources, restore, ready)
+    start = _RankStart(request, meeting, needs, copies, log, node, ready)
     try:
         with storage_errors("resume", request.run, rank=meeting.rank):
             if fetch is not None:
-                sources.fetch(fetch, others)
+                start.sources.fetch(fetch, start.others)
             go = start.agree()
     except BaseException as error:
         # KeyboardInterrupt and SystemExit, too: the other ranks would otherwise wait until the
@@ -204,14 +284,5 @@ def resume_all_ranks(
         start.leave(error)
         raise
     finally:
-        sources.close()
-    skipped = (*restore.skipped, *(() if log is None else log.skipped))
-    passed_over = (restore.passed_over,) if restore.passed_over else ()
-    if meeting.rank == COORDINATOR:
-        # The same on all ranks.
-        for note in filter(None, (go.choice.note, *passed_over)):
-            _log.warning("%s", note)
-    problems = (*copies.problems, *passed_over)
-    inventory = sources.inventory
-    resumed = resumed_of(go, restore.outcome, inventory, request.state, skipped, problems)
-    return (resumed if log is None else log.with_lent(resumed, go.choice)), go.choice
+        start.sources.close()
+    return start.result(go), go.choice

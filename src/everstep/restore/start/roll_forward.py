@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from everstep.commit import BaseId
 from everstep.errors import (
-    AuditError,
     DamageError,
     EverstepError,
     FormatError,
@@ -24,93 +21,23 @@ from everstep.errors import (
 )
 from everstep.format import MANIFEST, TimelineRecord
 from everstep.format.log import NOT_EXACT
-from everstep.restore.fetch import HeldBase
 from everstep.restore.fetch.copies import switch_to_copy, write_manifest
 from everstep.restore.load import OTHER_STATE, LoadedBase, Reads, Restored, load_ranks
-from everstep.restore.log import nothing_restorable, reachable
-from everstep.restore.log.log_found import LogFound, LogReader
-from everstep.restore.redo.updates import UnknownClassError
+from everstep.restore.log import LogFound, LogReader, base_is_there, nothing_restorable, reachable
+from everstep.restore.offline.rank_files import complete_live_base
+from everstep.restore.redo import (
+    LiveMemory,
+    ReplayDriver,
+    UnknownClassError,
+    doubt_about,
+    fingerprint_difference,
+)
+from everstep.restore.redo.driver import STEPS_AT_ONCE, verified_steps
 from everstep.restore.start.report import ResumeRequest, missing_sections
-from everstep.run import BaseFound, Chain, Inventory, OpenBase, Skipped, scan_base, scan_run
+from everstep.run import BaseFound, Chain, Inventory, OpenBase, Skipped, scan_run
 from everstep.run.log_reads import Prefetch
 from everstep.run.scan import candidates
-from everstep.seams import FileSystem
 from everstep.seams.progress import print_line, progress
-
-if TYPE_CHECKING:
-    from everstep.restore.redo.driver import ReplayDriver
-
-
-class Loader:
-    """Loads a base into the live state, from memory if possible.
-
-    Args:
-        held: base in the memory of the keeper.
-
-    Attributes:
-        request: live state, and what is accepted.
-        source: source of the base loaded last.
-        inexact: why that one is not exact, apart from its lineage; "" if it is.
-    """
-
-    def __init__(self, request: ResumeRequest, held: HeldBase | None) -> None:
-        self.request = request
-        self.source = "disk"
-        self.inexact = ""
-        self._held = held
-
-    def load(self, inventory: Inventory, base: BaseFound, *, strict: bool = False) -> LoadedBase:
-        """Load ``base``.
-
-        Args:
-            strict: refuse any mismatch of this base, whatever was requested.
-
-        Raises:
-            DamageError, FormatError, MismatchError, RecoveryError, OSError
-        """
-        assert base.manifest is not None
-        marker = base.manifest.markers[0]
-        # Copied in by hand, its digests are right, but it is of another training.
-        if marker.run != inventory.run:
-            raise FormatError(f"{base.path} belongs to another run", path=base.path)
-        strict = self.request.strict or strict
-        trained = inventory.timelines.get(marker.timeline)
-        held = self._held
-        # Equal markers contain equal digests, so the memory has the bytes of that base.
-        if held is not None and held.marker == marker:
-            self.source = "memory"
-            try:
-                return self._load(base, held.open(), trained, strict)
-            except (DamageError, FormatError):
-                # The same base is on disk, unless only memory has it.
-                if not held.durable:
-                    raise
-        self.source = "disk"
-        opened = OpenBase.open(self.request.seams.filesystem, base, rank=0)
-        return self._load(base, opened, trained, strict)
-
-    def _load(
-        self, base: BaseFound, opened: OpenBase, trained: TimelineRecord | None, strict: bool
-    ) -> LoadedBase:
-        request = self.request
-        self.inexact = ""
-        try:
-            label = f"resume from step {base.id.step} ({self.source})"
-            with progress(label, opened.size_bytes) as bar:
-                reads = Reads(request.ring, request.timeout_s, bar)
-                loaded = load_ranks(
-                    [opened], request.state, reads, strict=strict, on_touch=request.on_touch
-                )
-                if opened.redo is not None:
-                    # Imported here since most bases have no redo file.
-                    from everstep.restore.offline.complete import complete_live_base
-
-                    loaded, self.inexact = complete_live_base(
-                        opened, loaded, request.state, reads, trained
-                    )
-                return loaded
-        finally:
-            opened.close()
 
 
 class ChoiceGoneError(Exception):
@@ -118,15 +45,18 @@ class ChoiceGoneError(Exception):
 
 
 class OneRankChoice:
-    """Bases that lead to the requested step, and the results of trying them, best first."""
+    """Bases that lead to the requested step, and the results of trying them, best first.
 
-    def __init__(self, loader: Loader, inventory: Inventory, log: LogFound) -> None:
-        self._request = loader.request
-        self._filesystem = loader.request.seams.filesystem
-        self._step = loader.request.step
-        self._loader = loader
+    Attributes:
+        source: source of the base loaded last.
+    """
+
+    def __init__(self, request: ResumeRequest, inventory: Inventory, log: LogFound) -> None:
+        self.source = "disk"
+        self._request = request
+        self._filesystem = request.seams.filesystem
+        self._step = request.step
         self._inventory = inventory
-        request = loader.request
         self._log = log.reader(self._filesystem, request.ring, request.timeout_s)
         self._reachable = reachable(inventory, log.index, step=self._step)
         # Best last, as restore() takes from the end.
@@ -222,9 +152,7 @@ class OneRankChoice:
                 self._refuse(error, restored, base)
                 if together and len(chain.steps) > 1 and not skipped:
                     continue  # replay step by step to find the failing step
-                if isinstance(error, AuditError):
-                    # Samples do not show at which earlier step it went wrong.
-                    doubt = f"step {error.step} differs from training, and perhaps steps before it"
+                doubt = doubt_about(error) or doubt
                 timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
                 why = f"the log cannot be replayed: {error.message}"
                 skipped.append(Skipped(timeline, at, why))
@@ -242,23 +170,60 @@ class OneRankChoice:
         return restored
 
     def _load(self, base: BaseFound, *, strict: bool) -> Restored:
-        """Load a base.
+        """Load a base, from memory if possible.
 
         Args:
-            strict: refuse any mismatch, since a log is to be replayed on the state.
+            strict: refuse any mismatch, whatever was requested, since a log is to be replayed on
+                the state.
+
+        Raises:
+            DamageError, FormatError, MismatchError, RecoveryError, OSError: of the base.
+            ReplayError: it does not match, although only ``strict`` requires it.
         """
         clock = self._request.seams.clock
         start_s = clock.monotonic_s()
         try:
-            loaded = self._loader.load(self._inventory, base, strict=strict)
+            loaded, inexact = self._load_nearest(base, self._request.strict or strict)
         except MismatchError as error:
             if self._request.strict:
                 raise
             first, problem = error.mismatches[0]
             raise ReplayError(f"{OTHER_STATE} ({first}: {problem})", step=base.id.step) from error
         load_s = clock.monotonic_s() - start_s
-        lsn = loaded.marker.lsn
-        return Restored(base, loaded, base.id, lsn, inexact=self._loader.inexact, load_s=load_s)
+        return Restored(base, loaded, base.id, loaded.marker.lsn, inexact=inexact, load_s=load_s)
+
+    def _load_nearest(self, base: BaseFound, strict: bool) -> tuple[LoadedBase, str]:
+        assert base.manifest is not None
+        marker = base.manifest.markers[0]
+        # Copied in by hand, its digests are right, but it is of another training.
+        if marker.run != self._inventory.run:
+            raise FormatError(f"{base.path} belongs to another run", path=base.path)
+        held = self._request.recalled.newest
+        # Equal markers contain equal digests, so the memory has the bytes of that base.
+        if held is not None and held.marker == marker:
+            self.source = "memory"
+            try:
+                return self._load_from(base, held.open(), strict)
+            except (DamageError, FormatError):
+                # The same base is on disk, unless only memory has it.
+                if not held.durable:
+                    raise
+        self.source = "disk"
+        return self._load_from(base, OpenBase.open(self._filesystem, base, rank=0), strict)
+
+    def _load_from(self, base: BaseFound, opened: OpenBase, strict: bool) -> tuple[LoadedBase, str]:
+        """Load a base; return also why it is not exact, apart from its lineage; "" if it is."""
+        request = self._request
+        label = f"resume from step {base.id.step} ({self.source})"
+        with contextlib.closing(opened), progress(label, opened.size_bytes) as bar:
+            reads = Reads(request.ring, request.timeout_s, bar)
+            loaded = load_ranks(
+                [opened], request.state, reads, strict=strict, on_touch=request.on_touch
+            )
+            if opened.redo is None:
+                return loaded, ""
+            trained = self._inventory.timelines.get(opened.marker.timeline)
+            return complete_live_base(opened, loaded, request.state, reads, trained)
 
     def _refuse(self, error: EverstepError, restored: Restored, base: BaseFound) -> None:
         """Raise the error for a step that cannot be replayed, unless an earlier one is accepted."""
@@ -331,14 +296,6 @@ def _skipped(bases: Mapping[BaseId, str]) -> list[Skipped]:
     return [Skipped(base.timeline, base.step, why) for base, why in bases.items()]
 
 
-def base_is_there(filesystem: FileSystem, run: PurePath, base: BaseId) -> bool:
-    """Return True if a base still exists, and can be used."""
-    try:
-        return scan_base(filesystem, run, base).is_usable
-    except FileNotFoundError:
-        return False
-
-
 def replayable(
     base: BaseFound, chain: Chain, request: ResumeRequest, log: LogFound, skipped: list[Skipped]
 ) -> Chain:
@@ -391,11 +348,6 @@ def replay(
     Raises:
         EverstepError: a step cannot be replayed; the state is a mixture of steps.
     """
-    # Imported here since most runs have no log.
-    from everstep.restore.redo.conditions import fingerprint_difference
-    from everstep.restore.redo.driver import ReplayDriver
-    from everstep.restore.redo.live import LiveMemory
-
     loaded = restored.loaded
     assert loaded is not None
     if why := _why_not_replayed(loaded, log.found.index.marks[chain.steps[0]].shape):
@@ -437,8 +389,6 @@ def _apply(
     alive: Callable[[], None],
 ) -> None:
     """Apply the steps of a chain while another thread reads and verifies the next ones."""
-    from everstep.restore.redo.driver import STEPS_AT_ONCE, verified_steps
-
     found = log.steps(chain, restored.lsn)
     places = iter(chain.steps)
     with (

@@ -1,30 +1,43 @@
-"""The gradient log of one rank: records in a keeper's memory, in segments on disk, and in
-copies."""
+"""The gradient log of one rank: records in a keeper's memory, in segments on disk, and in copies;
+and the choice of a base and of the log steps to replay on it, which needs no I/O."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
 
 from everstep.commit import BaseId
+from everstep.commit.job.offers import recovery_hint
+from everstep.commit.lineage import describe_missing_steps
 from everstep.commit.log_reach import needed_by
-from everstep.errors import DamageError, EverstepError, FormatError, StorageError
+from everstep.errors import (
+    AuditError,
+    DamageError,
+    EverstepError,
+    FormatError,
+    NewerFormatError,
+    RecoveryError,
+    ReplayError,
+    StorageError,
+)
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.copies import switch_to_copy
-from everstep.run import Chain, Inventory, Skipped
-from everstep.run.chain import LogIndex
+from everstep.restore.fetch.rank_copies import tier_errors
+from everstep.run import BaseFound, Chain, Inventory, Skipped, scan_base
+from everstep.run.chain import LogIndex, chains, path_of
 from everstep.run.log_reads import Key, LogReads, ReadFrom, find_record, key_of
+from everstep.run.scan import Candidates, candidates
 from everstep.run.segments import SegmentFound, scan_log, validated
 from everstep.seams import FileSystem
 from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
-from everstep.tiers.files import tier_errors
 
 _THREADS = 8  # segments of a copy to read at a time, as each read waits for a network
+_LISTED_MAX = 20  # ranges of existing steps in a hint
 
 
 class LogFound:
@@ -500,3 +513,214 @@ def _is_lossy(record: LogRecord) -> bool:
 
 def _key(record: LogRecord) -> Key:
     return key_of(record.head)
+
+
+@dataclass(frozen=True, slots=True)
+class Reachable:
+    """Bases to try, best first, each with the log steps to replay on it."""
+
+    ordered: tuple[tuple[BaseFound, Chain], ...]
+    candidates: Candidates
+
+
+def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None) -> Reachable:
+    """Return the ways to the newest step along the history of the newest timeline, or to a given
+    step.
+
+    Args:
+        step: in any timeline: that of the history first, then younger ones. The caller has to
+            report a step outside the history (:func:`everstep.commit.lineage.describe_abandoned`).
+
+    Raises:
+        RecoveryError: no base and no log has ``step``.
+    """
+    if not index.marks:
+        chosen = candidates(inventory, step=step)
+        return Reachable(tuple((base, Chain(base.id, (), "")) for base in chosen.ordered), chosen)
+    # Not restricted to ``step``: the log may lead to it from a base before it.
+    everything = candidates(inventory)
+    usable = {b.id: b for b in inventory.bases if b.is_usable}
+    lsns: dict[BaseId, tuple[int, str | None]] = {}
+    for base in usable.values():
+        assert base.manifest is not None
+        own = index.marks.get((base.id.timeline, base.id.step))  # for the shape digest
+        lsns[base.id] = (base.manifest.markers[0].lsn, None if own is None else own.shape)
+    if step is None:
+        found = _newest_first(inventory, index, lsns, everything)
+    else:
+        found = _leading_to(step, inventory, index, lsns)
+    return Reachable(tuple((usable[chain.base], chain) for chain in found), everything)
+
+
+def _newest_first(
+    inventory: Inventory,
+    index: LogIndex,
+    lsns: Mapping[BaseId, tuple[int, str | None]],
+    everything: Candidates,
+) -> list[Chain]:
+    """Return the ways along the current history, farthest first."""
+    here = {base.id for base in everything.ordered}
+    known = {key: value for key, value in lsns.items() if key in here}
+    path = path_of(_trained(inventory, index), inventory.timelines) if known else []
+    found = chains(known, index, path)
+    there = {chain.base for chain in found}
+    # Bases outside every recorded history are still offered, after the others.
+    found += [Chain(key, (), "") for key in known if key not in there]
+    # Of several ways to one end, the newest base is tried first, as the least must be replayed on
+    # it.
+    return sorted(found, key=lambda chain: (chain.end, chain.base), reverse=True)
+
+
+def _leading_to(
+    step: int,
+    inventory: Inventory,
+    index: LogIndex,
+    lsns: Mapping[BaseId, tuple[int, str | None]],
+) -> list[Chain]:
+    """Return the ways to a step in any timeline.
+
+    Raises:
+        RecoveryError: there are none.
+    """
+    ordered: dict[BaseId, Chain] = {}
+    early = {key: value for key, value in lsns.items() if key.step <= step}
+    for timeline in current_first(inventory, index):
+        path = path_of(timeline, inventory.timelines)
+        cut = [_cut(chain, step) for chain in chains(early, index, path)]
+        for chain in sorted(cut, key=lambda chain: chain.base, reverse=True):
+            if chain.end[1] == step:
+                # The first timeline that leads there is that of the current history, if it has the
+                # step.
+                ordered.setdefault(chain.base, chain)
+    for key in sorted(lsns, reverse=True):  # outside every history, but of this step
+        if key.step == step:
+            ordered.setdefault(key, Chain(key, (), ""))
+    if ordered:
+        return list(ordered.values())
+    raise RecoveryError(
+        f"neither a base nor the log has step {step}",
+        step=step,
+        path=inventory.path,
+        hint=existing_steps(_reached(lsns, index, inventory)),
+    )
+
+
+def nothing_restorable(
+    inventory: Inventory,
+    chosen: Reachable,
+    skipped: Sequence[Skipped],
+    *,
+    step: int | None,
+    apart: bool = False,
+) -> RecoveryError | None:
+    """Return the error to raise if none of the choices can be restored; None if there was never
+    anything, so training may start afresh.
+
+    Args:
+        skipped: choices tried, with the reasons.
+        apart: a base fits the live state incompletely, and the log after it does not.
+    """
+    had = (
+        None
+        if step is not None
+        else describe_missing_steps(inventory.timelines, inventory.branches)
+    )
+    if not chosen.ordered and not chosen.candidates.damaged and had is None:
+        return None
+    listed = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
+    hint = "everstep verify lists the damage; resume(step=0) starts from scratch"
+    if apart:
+        steps = sorted({base.id.step for base in inventory.bases if base.is_usable})
+        hint = f"strict=False can restore steps of bases only: {', '.join(map(str, steps))}"
+        hint += "; any other step needs the model and the optimizer of that time"
+    of_step = f"no base and no log after one leads to step {step}"
+    problem = "bases exist, but none can be used" if step is None else of_step
+    if not chosen.ordered and not chosen.candidates.damaged:
+        usable = (base.id for base in inventory.bases if base.is_usable)
+        problem = had or problem
+        hint = recovery_hint(sorted(usable, reverse=True))
+    message = f"{problem}:\n{listed}" if listed else problem
+    return RecoveryError(message, path=inventory.path, hint=hint)
+
+
+def base_is_there(filesystem: FileSystem, run: PurePath, base: BaseId) -> bool:
+    """Return True if a base still exists, and can be used."""
+    try:
+        return scan_base(filesystem, run, base).is_usable
+    except FileNotFoundError:
+        return False
+
+
+def why_unusable(error: EverstepError | OSError, base: BaseFound) -> str:
+    """Return why a base, or the log after it, cannot be used, given the error of an attempt.
+
+    Raises:
+        EverstepError: the same error, if it is not one of the base (no memory, for example), or if
+            the base was written by a newer everstep: an older base would hide its data.
+    """
+    if isinstance(error, OSError):
+        return f"{error.filename or base.path}: {error.strerror or error}"
+    theirs = isinstance(error, (AuditError, DamageError, FormatError, ReplayError))
+    if isinstance(error, NewerFormatError) or not (theirs or type(error) is StorageError):
+        raise error
+    return error.message
+
+
+def current_first(inventory: Inventory, index: LogIndex) -> list[int]:
+    """Return all timelines: first the one whose history is current, then from young to old.
+
+    The current one is not the newest if nobody trained on that and its fork point is lost.
+    """
+    numbers = sorted(inventory.branches, reverse=True)
+    # False sorts before True, and the sort is stable.
+    return sorted(numbers, key=_trained(inventory, index).__ne__) if numbers else []
+
+
+def _trained(inventory: Inventory, index: LogIndex) -> int:
+    """Return the newest timeline that has a log, or whose place in the history its record
+    proves."""
+    branches = inventory.branches
+    newest = max(branches)
+    logged = {timeline for timeline, _ in index.marks}
+    while (record := inventory.timelines[newest]) is not None and record.parent is not None:
+        if newest in logged:
+            break
+        branch = branches[newest]
+        if branch.fork_step is not None or branch.parent is None:
+            break
+        newest = branch.parent
+    return newest
+
+
+def _cut(chain: Chain, step: int) -> Chain:
+    steps = tuple(item for item in chain.steps if item[1] <= step)
+    # Steps after the requested one are not reported as lost.
+    return replace(chain, steps=steps, lost=None)
+
+
+def _reached(
+    lsns: Mapping[BaseId, tuple[int, str | None]], index: LogIndex, inventory: Inventory
+) -> Iterator[int]:
+    """Yield the steps that some base and the log after it lead to."""
+    for timeline in inventory.branches:
+        for chain in chains(lsns, index, path_of(timeline, inventory.timelines)):
+            yield chain.base.step
+            yield from (step for _, step in chain.steps)
+
+
+def spans(steps: Iterable[int]) -> list[tuple[int, int]]:
+    """Return ascending steps as ranges, both ends included."""
+    found: list[tuple[int, int]] = []
+    for step in steps:
+        if found and step == found[-1][1] + 1:
+            found[-1] = (found[-1][0], step)
+        else:
+            found.append((step, step))
+    return found
+
+
+def existing_steps(steps: Iterable[int]) -> str:
+    """Return the hint for a step that does not exist: the steps that do."""
+    ends = spans(sorted(set(steps)))[-_LISTED_MAX:]
+    listed = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in ends)
+    return f"existing steps: {listed or 'none'}"
