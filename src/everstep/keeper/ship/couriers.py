@@ -86,7 +86,7 @@ class Couriers:
         for number, fields in enumerate(places):
             self._open(number, TierOptions(**fields), log)
         if self._link is not None:
-            self._link.on_copies(self._on_message)
+            self._link.subscribe(CopyMessage, self._on_message)
 
     def _open(self, number: int, options: TierOptions, log: LogStore) -> None:
         clock = self._seams.clock

@@ -1,6 +1,6 @@
 """Copies of bases that several ranks have saved: each rank's keeper copies its own files.
 
-Rank 0 chooses the base (:mod:`everstep.commit.copy_round`), so that all ranks copy the same one.
+Rank 0 chooses the base (:mod:`everstep.commit.peer_copies`), so that all ranks copy the same one.
 When every marker is in the tier, it creates the manifest (I5): the same as on the disks, as it
 follows from the markers alone. If rank 0 dies before that, the next start of the job does so
 (:mod:`everstep.restore.fetch.rank_copies`), or rank 0's next keeper. Only rank 0 deletes copies
@@ -13,9 +13,9 @@ import logging
 from pathlib import PurePath
 
 from everstep.commit import BaseId
-from everstep.commit.copy_round import CopyRound
 from everstep.commit.job import COORDINATOR, CopyMessage
 from everstep.commit.job.messages import CopyProgress, CopyReply, CopyRequest, CopySettled
+from everstep.commit.peer_copies import CopyRound
 from everstep.errors import DeadlineError, EverstepError, StorageError
 from everstep.format import Manifest, base_dir
 from everstep.format.message_codec import Stored

@@ -16,6 +16,7 @@ from everstep.commit.job.agreement import (
     AgreementEvent,
     AgreementOut,
     Compare,
+    Demand,
     Go,
     InventorySeen,
     Opened,
@@ -69,12 +70,14 @@ class _RankStart:
         self._agreement = Agreement(
             meeting.rank,
             meeting.world,
+            Demand(
+                step=request.step,
+                needs=sources.needs,
+                fetch=False,
+                trained=request.trained,
+                compares=not meeting.strict,
+            ),
             record_of=self._record_of,
-            step=request.step,
-            needs=sources.needs,
-            fetch=False,
-            trained=request.trained,
-            compares=not meeting.strict,
             silent_s=request.timeout_s,
         )
 
