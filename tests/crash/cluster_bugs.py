@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from everstep.commit import lineage
-from everstep.commit.base_commit import Action, BaseCommit, WriteMarker
-from everstep.commit.deletion import BaseDeletion
+from everstep.commit.base_commit import Action, BaseCommit, BaseDeletion, WriteMarker
 from everstep.commit.job import agreement, messages, offers
-from everstep.commit.job.actions import Perform, Send
 from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import Member
-from everstep.commit.job.messages import COORDINATOR, Envelope, MarkerNotice
+from everstep.commit.job.member import Member, Perform
+from everstep.commit.job.messages import COORDINATOR, Envelope, MarkerNotice, Send
 from everstep.commit.job.offers import Choice, Offer
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import RetentionPlan, Watermark
@@ -58,7 +56,7 @@ def minimum_of_maxima(patch: pytest.MonkeyPatch) -> None:
 
     def minimum(all_offers: Sequence[Offer], **how: Any) -> Choice:
         choice = real(all_offers, **how)
-        known = offers._bases_of(all_offers, set(), how["unusable"])
+        known = offers._bases_of(all_offers, set(), how["excluded"].files)
         maxima = [max(offer.bases, default=None) for offer in all_offers]
         if choice.base is None or how["step"] is not None or None in maxima:
             return choice

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
-from everstep.commit.job.actions import Send
-from everstep.commit.job.messages import COORDINATOR, PeerRound
+from everstep.commit.job.messages import COORDINATOR, PeerRound, Send
 from everstep.commit.job.offers import Choice, Source
 from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import CopyRounds, HeldCopies, peer_of

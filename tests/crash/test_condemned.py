@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.deletion import BaseDeletion, Condemn
+from everstep.commit.base_commit import BaseDeletion, Condemn
 from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError
 from everstep.format.names import CONDEMNED, MANIFEST, RUN_RECORD, base_dir
-from everstep.keeper.retain.deletion import perform_deletion
+from everstep.keeper.retain.retention import perform_deletion
 from everstep.run.folder import open_run_folder
 from everstep.run.scan import newest_timeline
 from tests.crash.sim.crashes import Scenario, enumerate_crashes, watch_crashes

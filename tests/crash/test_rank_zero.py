@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from everstep.commit.base_commit import Action, WriteMarker
-from everstep.commit.job.actions import Send
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import MarkerNotice
+from everstep.commit.job.messages import MarkerNotice, Send
 from everstep.format.message_codec import Stored
 from tests.crash.cluster_bugs import BUGS
 from tests.crash.rank_zero import ENDINGS, LAYOUTS, NEW, OLD, Commit, Death, Ending

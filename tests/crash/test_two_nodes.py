@@ -64,12 +64,12 @@ def nobody_says_so(patch: pytest.MonkeyPatch) -> None:
 
 def copies_do_not_count(patch: pytest.MonkeyPatch) -> None:
     """A base has to lie on the ranks' own disks."""
-    real = offers._all_can_read
+    real = offers._Candidates._all_can_read
 
-    def on_disks(known: Any, *given: Any) -> bool:
-        return offers._is_on_disks(known) and real(known, *given)
+    def on_disks(self: Any, known: Any, *given: Any) -> bool:
+        return offers._is_on_disks(known) and real(self, known, *given)
 
-    patch.setattr(offers, "_all_can_read", on_disks)
+    patch.setattr(offers._Candidates, "_all_can_read", on_disks)
 
 
 @pytest.mark.parametrize(

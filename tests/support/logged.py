@@ -23,7 +23,7 @@ from everstep.format.log import LogRecord, RecordHead
 from everstep.format.names import SLOTS_DIR, base_dir, timeline_dir
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.segment_queue import SegmentWriter
-from everstep.keeper.persist.committer import commit_base
+from everstep.keeper.persist.committer import OneRankCommit
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.options import LogOptions
 from everstep.restore.load.load import Reads
@@ -31,6 +31,7 @@ from everstep.restore.offline.load import load_job
 from everstep.restore.offline.memory import OfflineState
 from everstep.restore.offline.rebuild import Rebuilder
 from everstep.restore.offline.run_log import RunLog
+from everstep.run.fence import Fence
 from everstep.run.scan import scan_run
 from everstep.run.segments import SegmentFound, read_segment, scan_log
 from everstep.seams import PosixFileSystem, Seams
@@ -176,7 +177,8 @@ def edit_base(
         bodies = [LiveBody(shards[0].layout, state.tensors, state.objects)]
         slots = SlotStore(filesystem, timeline_dir(PurePath(run), timeline) / SLOTS_DIR)
         writer = ShardWriter(filesystem, PurePath(run), ring, slots, timeout_s=TIMEOUT_S)
-        commit_base(writer, BasePlan(identity, shards), bodies, silent)
+        fence = Fence(filesystem, PurePath(run), timeline)
+        OneRankCommit(writer, BasePlan(identity, shards), fence).run(bodies, silent)
     finally:
         ring.close()
 

@@ -19,8 +19,8 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, KeeperError, KeeperTimeoutError
 from everstep.format.digests import digest
 from everstep.format.header import BasePlan, ShardIdentity, plan_files
+from everstep.keeper.held.newest_capture import base_from_wire
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.log.recall_wire import base_from_wire
 from everstep.keeper.process.connections import Registered
 from everstep.keeper.process.server import Server
 from everstep.keeper.replica.served_replica import ServedReplica

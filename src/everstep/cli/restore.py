@@ -194,9 +194,10 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.commit.lineage import BaseId
     from everstep.format.header import BasePlan, ShardIdentity, plan_files
     from everstep.format.names import SLOTS_DIR, timeline_dir
-    from everstep.keeper.persist.committer import commit_base
+    from everstep.keeper.persist.committer import OneRankCommit
     from everstep.keeper.persist.shard_writer import ShardWriter
     from everstep.restore.load.load import check_contents
+    from everstep.run.fence import Fence
     from everstep.run.folder import open_run_folder, open_timeline
     from everstep.run.scan import scan_base
     from everstep.run.verify import verify_base
@@ -221,7 +222,7 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     ]
     with progress("write", plan.size_bytes) as bar:
         writer = ShardWriter(filesystem, run, ring, slots, timeout_s=_TIMEOUT_S)
-        commit_base(writer, plan, bodies, bar)
+        OneRankCommit(writer, plan, Fence(filesystem, run, number)).run(bodies, bar)
     base = scan_base(filesystem, run, BaseId(number, state.step))
     with progress("verify", plan.size_bytes) as bar:
         verdict = verify_base(

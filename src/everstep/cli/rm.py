@@ -226,7 +226,7 @@ def _plan(base: BaseFound, refusal: str | None) -> _Plan:
 def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> list[str]:
     """Delete ``base``; return the names that remain."""
     from everstep.format.names import MANIFEST
-    from everstep.keeper.retain.deletion import delete_base, delete_files
+    from everstep.keeper.retain.retention import delete_base, delete_files
     from everstep.tiers.durable_files import storage_errors, write_durably
 
     with storage_errors("delete the base", base.path, step=base.id.step):

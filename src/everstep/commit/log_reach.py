@@ -343,7 +343,8 @@ class JobLogs:
             logs: Sequence[Collection[LogRun]] = self._runs
             unusable = self._unusable
         elif world in self._others:
-            logs = [self._of(world, source) for source in range(world)]
+            others = self._others[world]
+            logs = [[run for _, run in others.get(source, ())] for source in range(world)]
             # The number is that of the reading rank, which may read the logs of several: refuse the
             # step of all of them.
             bad = {(timeline, step) for _, timeline, step in self._unusable}
@@ -467,7 +468,3 @@ class JobLogs:
     def _is_own(self, base: BaseId, manifest: Manifest) -> bool:
         """Return True if each rank replays its own log from this base."""
         return len(manifest.markers) == self._world and base.timeline not in self._relaid
-
-    def _of(self, world: int, source: int) -> list[LogRun]:
-        """Return all readable runs of one of ``world`` ranks' logs."""
-        return [run for _, run in self._others[world].get(source, ())]

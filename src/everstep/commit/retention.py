@@ -8,7 +8,7 @@ Bases are compared by (timeline, step), never by the step number alone.
 TierCheck deletes older differentials of the durable tier at once in its section 3.4, and keeps them
 for one more base interval in its section 4. everstep does the safer: a new host that has only the
 durable tier can go back one more base and replay from there. The logs of durable tiers are deleted
-by :mod:`everstep.keeper.retain.deletion` and :mod:`everstep.keeper.ship.log_copies`.
+by :mod:`everstep.keeper.retain.retention` and :mod:`everstep.keeper.ship.log_copies`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,6 @@ VOLATILE_TIERS = ("memory", "peer")
 
 COPY_TIERS = ("copy", "object")
 """Tiers with copies of files from the ranks' own disks; all ranks read the same copies."""
-
-
-def reclaimable_bases(held: Collection[BaseId], watermark: BaseId | None) -> list[BaseId]:
-    """Return the bases in a volatile tier that may be dropped: those older than the watermark.
-
-    For durable tiers see :func:`everstep.commit.retention.plan_retention`.
-    """
-    return [] if watermark is None else sorted(base for base in held if base < watermark)
 
 
 class Watermark:

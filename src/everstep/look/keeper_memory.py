@@ -17,7 +17,7 @@ import msgpack
 from everstep.arena import Arena
 from everstep.commit import BaseId
 from everstep.errors import EverstepError, KeeperError
-from everstep.keeper.log import recalled_from_wire
+from everstep.keeper.held import recalled_from_wire
 from everstep.link import Connection, KeeperInfo, connect
 from everstep.link.messages import PROTOCOL
 from everstep.link.registry import keepers_of

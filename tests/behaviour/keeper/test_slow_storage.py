@@ -339,7 +339,7 @@ def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> 
     link: Any = SimpleNamespace(
         session=JobSession("session", rank, ("one", "two"), ()),
         send=lambda to, message: heard_s.append(clock.monotonic_s()),
-        on_copies=lambda receiver: None,
+        subscribe=lambda kind, receiver: None,
     )
     told = [{"where": str(tmp_path / "copies"), "keep": 1}]
     files = Slow(clock)

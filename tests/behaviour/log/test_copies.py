@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep.cli import app
-from everstep.commit.job.offer_codec import decode_offer, encode_offer
+from everstep.commit.job.messages import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
 from everstep.format.names import LOG_DIR

@@ -13,7 +13,7 @@ import everstep
 from everstep import LogOptions
 from everstep.errors import StorageError
 from everstep.format.names import MANIFEST, base_dir, marker_name, segment_dir
-from everstep.keeper.retain.deletion import delete_segments
+from everstep.keeper.retain.retention import delete_segments
 from everstep.seams import PosixFileSystem
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.world import flip
@@ -63,7 +63,7 @@ def test_one_that_goes_as_soon_as_its_marker_is_there(
     def take(path: PurePath) -> None:
         is_marker = path.name == marker_name(0) and path.parent.parent.name == "log"
         if is_marker and len(gone) < 2:  # those behind it stay
-            delete_segments(FILES, run_folder, [1], lambda _: True, lambda: None, own=1)
+            delete_segments(FILES, run_folder, 1, lambda _: True, lambda: None, own=1)
             gone.append(path.parent)
 
     around(monkeypatch, "rename", after=take)

@@ -11,7 +11,7 @@ import pytest
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.names import TEMPORARY_SUFFIX, marker_name, segment_dir, shard_name
 from everstep.keeper.log import segment_queue
-from everstep.keeper.retain.deletion import delete_segments
+from everstep.keeper.retain.retention import delete_segments
 from everstep.options import LogOptions
 from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem
@@ -170,7 +170,7 @@ def test_what_may_be_being_written_stays(tmp_path: Path) -> None:
     leave(tmp_path, 0, 2, *names)
     being_written = leave(tmp_path, 2, 4, shard_name(0, 0) + ".tmp")
     own: dict[str, Any] = {"own": 1}
-    assert delete_segments(FILES, tmp_path, [1], lambda _: True, lambda: None, **own) == 1
+    assert delete_segments(FILES, tmp_path, 1, lambda _: True, lambda: None, **own) == 1
     assert in_log(tmp_path) == [f"{being_written.name}/{shard_name(0, 0)}.tmp"]
 
 
@@ -180,8 +180,8 @@ def test_of_another_rank_a_later_one_says_nothing(tmp_path: Path) -> None:
     leave(tmp_path, 2, 4, shard_name(1, 0), marker_name(1))
     before = in_log(tmp_path)
     own: dict[str, Any] = {"own": 1, "rank": 0}
-    delete_segments(FILES, tmp_path, [1], lambda span: span[1:] == (0, 2), lambda: None, **own)
+    delete_segments(FILES, tmp_path, 1, lambda span: span[1:] == (0, 2), lambda: None, **own)
     assert in_log(tmp_path) == before
     own = {"own": 1, "rank": 1}
-    delete_segments(FILES, tmp_path, [1], lambda span: span[1:] == (0, 2), lambda: None, **own)
+    delete_segments(FILES, tmp_path, 1, lambda span: span[1:] == (0, 2), lambda: None, **own)
     assert in_log(tmp_path) == [name for name in before if ".tmp" not in name]

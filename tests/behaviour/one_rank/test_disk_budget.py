@@ -16,14 +16,15 @@ from everstep.errors import EverstepError, OptionError, OutOfSpaceError
 from everstep.format.header import ShardIdentity
 from everstep.format.names import base_dir, segment_dir, timeline_dir
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.disk_space import LogSpace, folder_bytes
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import (
     Batch,
+    LogSpace,
     SegmentQueue,
     SegmentTimes,
     SegmentWriter,
     StoredRecord,
+    folder_bytes,
 )
 from everstep.link.messages import ENDED
 from everstep.options import Budget, KeeperOptions, LogOptions
@@ -150,7 +151,14 @@ class Store:
         self.run, self.told, self.reached = run, list[EverstepError](), list[int]()
         self.ring, self.arena = ChunkRing(4, 2), Arena.anonymous(4 << 20)
         told = {"disk_bytes": budget_bytes, "bases_bytes": 10_000}
-        room = LogSpace.from_wire(PosixFileSystem(), PurePath(run), 0, 1, told)
+        room = LogSpace(
+            PosixFileSystem(),
+            PurePath(run),
+            0,
+            1,
+            budget_bytes=told["disk_bytes"],
+            bases_bytes=told["bases_bytes"],
+        )
         identity = ShardIdentity("0" * 32, 1, 0, 0, 0, 1, True)
         writer = SegmentWriter(
             Seams(), PurePath(run), identity, self.ring, timeout_s=TIMEOUT_S, space=room

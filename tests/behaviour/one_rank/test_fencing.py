@@ -15,7 +15,7 @@ import everstep
 from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError, RecoveryError, StorageError
 from everstep.format.names import CONDEMNED, DELETING, MANIFEST
-from everstep.keeper.retain.deletion import delete_base
+from everstep.keeper.retain.retention import delete_base
 from everstep.run.folder import open_timeline
 from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams

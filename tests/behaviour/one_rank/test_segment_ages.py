@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.format.names import marker_name, segment_dir
-from everstep.keeper.retain.history import SegmentAges, _ages, history_windows
+from everstep.keeper.retain.history import HistoryWindows, SegmentAges, _ages
 from everstep.options import LogOptions
 from everstep.run.scan import Inventory, scan_run
-from everstep.seams import ManualClock, PosixFileSystem, Seams
+from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.filesystem import DirEntry
 from tests.support.log.budget import Trained
 from tests.support.world import HookedFileSystem
@@ -160,13 +160,13 @@ def test_each_rank_judges_by_what_it_has_seen(run_folder: Path) -> None:
     with Life(run_folder, fs) as run:
         run.train_slowly(30)
     inventory, clock = scan_run(fs, PurePath(run_folder)), ManualClock()
-    promise = history_windows(Seams(filesystem=fs, clock=clock), f"{PROMISED}s")
-    assert promise is not None
+    promise = HistoryWindows(fs, clock, f"{PROMISED}s")
     lsns = {b.id: b.manifest.markers[0].lsn for b in inventory.bases if b.manifest is not None}
     going = sorted(lsns)[:-1]
 
     def needed() -> list[int]:
-        return [base.step for base in sorted(promise(inventory).needed(lsns, going))]
+        promise.observe(inventory)
+        return [base.step for base in sorted(promise.read(inventory).needed(lsns, going))]
 
     before = needed()
     assert before

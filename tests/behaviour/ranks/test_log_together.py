@@ -19,8 +19,8 @@ from everstep.errors import OptionError
 from everstep.format.digests import digest
 from everstep.format.names import AUDIT_RECORD, marker_name, shard_name
 from everstep.format.records import AuditRecord
-from everstep.keeper.retain.deletion import delete_segments
 from everstep.keeper.retain.history import HistoryWindow, SegmentAges
+from everstep.keeper.retain.retention import delete_segments
 from everstep.options import History
 from everstep.run.scan import scan_run
 from everstep.run.verify import describe_audit
@@ -430,5 +430,5 @@ def test_a_rank_deletes_no_segment_that_another_one_writes(tmp_path: Path) -> No
     mine, before = steps_on_disk(path, 0), steps_on_disk(path, 1)
     assert mine[-2:] == before[-2:] == [2, 3], "step 1 goes when the first base is there"
     number = {"own": 1, "rank": 0}
-    assert delete_segments(FS, path, [1], lambda _: True, lambda: None, **number) == len(mine)
+    assert delete_segments(FS, path, 1, lambda _: True, lambda: None, **number) == len(mine)
     assert (steps_on_disk(path, 0), steps_on_disk(path, 1)) == ([], before)

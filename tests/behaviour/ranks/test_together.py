@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.commit.job.actions import BaseLate
+from everstep.commit.job.member import BaseLate
 from everstep.commit.job.offers import all_ranks
 from everstep.commit.lineage import BaseId
 from everstep.errors import (

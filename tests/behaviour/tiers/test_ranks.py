@@ -376,7 +376,7 @@ class Keeper:
         self._receiver: Any = None
         keepers.append(self)
 
-    def on_copies(self, receiver: Any) -> None:
+    def subscribe(self, kind: Any, receiver: Any) -> None:
         self._receiver = receiver
 
     @property

@@ -11,23 +11,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from everstep.commit.base_commit import WriteFiles, WriteMarker
-from everstep.commit.deletion import Condemn, DeleteFiles, FilesDeleted
-from everstep.commit.job.actions import (
-    BaseDamaged,
-    BaseDurable,
-    BaseLate,
-    Delete,
-    Event,
-    Fenced,
-    GaveUp,
-    Pace,
-    Perform,
-    Send,
-    WatermarkMoved,
-)
+from everstep.commit.base_commit import Condemn, DeleteFiles, FilesDeleted, WriteFiles, WriteMarker
 from everstep.commit.job.agreement import (
     Agreement,
+    Demand,
     Go,
     InventorySeen,
     Opened,
@@ -39,11 +26,30 @@ from everstep.commit.job.agreement import (
     TakeInventory,
 )
 from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import Member
-from everstep.commit.job.messages import COORDINATOR, Envelope, Message, accept, encode_message
+from everstep.commit.job.member import (
+    BaseDamaged,
+    BaseDurable,
+    BaseLate,
+    Delete,
+    Event,
+    Fenced,
+    GaveUp,
+    Member,
+    Origin,
+    Pace,
+    Perform,
+    WatermarkMoved,
+)
+from everstep.commit.job.messages import (
+    COORDINATOR,
+    Envelope,
+    Message,
+    Send,
+    accept,
+    encode_message,
+)
 from everstep.commit.job.offers import Choice, Needs, Source, all_ranks
 from everstep.commit.lineage import BaseId
-from everstep.commit.retention import reclaimable_bases
 from everstep.errors import EverstepError, FencedError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
@@ -100,10 +106,8 @@ class SimRank:
         self.agreement = Agreement(
             rank,
             world,
+            Demand(step=job.asked, needs=self._needs(), fetch=cluster.plan.fetch),
             record_of=self._record_of,
-            step=job.asked,
-            needs=self._needs(),
-            fetch=cluster.plan.fetch,
             silent_s=30.0,
         )
 
@@ -274,7 +278,7 @@ class SimRank:
             self.cluster.on_durable(self, out.base)
         elif isinstance(out, WatermarkMoved):
             self.cluster.on_watermark(self, out.base)
-            for base in reclaimable_bases(list(self.memory), out.base):
+            for base in [one for one in self.memory if one < out.base]:
                 del self.memory[base]
         elif isinstance(out, GaveUp):
             self.memory.pop(out.base, None)
@@ -290,13 +294,12 @@ class SimRank:
             self.member = Coordinator(
                 layout,
                 go.timeline,
+                Origin(recovered, unreadable=go.choice.unreadable),
                 keep=self.cluster.plan.keep,
-                recovered=recovered,
-                unreadable=go.choice.unreadable,
                 pace=PACE,
             )
         else:
-            self.member = Member(layout, self.rank, go.timeline, recovered=recovered, pace=PACE)
+            self.member = Member(layout, self.rank, go.timeline, Origin(recovered), pace=PACE)
         self.cluster.on_go(self, go.timeline, go.choice)
         self._spare = None if go.choice.durable else go.choice.base
         if self.member.leads:

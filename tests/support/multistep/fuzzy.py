@@ -17,8 +17,9 @@ from everstep.format.log import LogRecord, plan_segment
 from everstep.format.names import SLOTS_DIR, base_dir, shard_name, timeline_dir
 from everstep.format.reader import OpenShard, read_body
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.committer import commit_base
+from everstep.keeper.persist.committer import OneRankCommit
 from everstep.keeper.persist.shard_writer import ShardWriter
+from everstep.run.fence import Fence
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_records
@@ -98,7 +99,8 @@ def rewrite(
         filesystem = PosixFileSystem()
         parked = SlotStore(filesystem, slots)
         writer = ShardWriter(filesystem, PurePath(run), ring, parked, timeout_s=TIMEOUT_S)
-        commit_base(writer, BasePlan(identity, tuple(shards)), bodies, silent)
+        fence = Fence(filesystem, PurePath(run), marker.timeline)
+        OneRankCommit(writer, BasePlan(identity, tuple(shards)), fence).run(bodies, silent)
     finally:
         opened.close()
         ring.close()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.job.actions import Send
 from everstep.commit.job.agreement import (
     Agreement,
     Compare,
     Compared,
+    Demand,
     Go,
     InventorySeen,
     Opened,
@@ -24,7 +24,7 @@ from everstep.commit.job.agreement import (
     Restored,
     TakeInventory,
 )
-from everstep.commit.job.messages import Command
+from everstep.commit.job.messages import Command, Send
 from everstep.commit.job.offers import Choice, Offer, Source
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
@@ -58,8 +58,8 @@ class Ranks:
     def run(self) -> dict[int, Any]:
         """What each rank came to: Go or Refuse."""
         world = len(self.offers)
-        about: dict[str, Any] = {"step": self.step, "compares": self.compared is not None}
-        ranks = [Agreement(r, world, record_of=record_of, **about) for r in range(world)]
+        demand = Demand(step=self.step, compares=self.compared is not None)
+        ranks = [Agreement(r, world, demand, record_of=record_of) for r in range(world)]
         ends: dict[int, Any] = {}
         mail: list[tuple[int, int, Any]] = []
 
@@ -277,7 +277,7 @@ def test_what_one_rank_saw_a_moment_too_early_is_no_reason_to_refuse() -> None:
 
 
 def test_ranks_that_are_silent_are_named() -> None:
-    agreement = Agreement(0, 3, record_of=record_of, silent_s=60.0)
+    agreement = Agreement(0, 3, Demand(), record_of=record_of, silent_s=60.0)
     agreement.start()
     agreement.done(InventorySeen(own(0, world=3)))
     agreement.tick(0.0)
@@ -288,7 +288,7 @@ def test_ranks_that_are_silent_are_named() -> None:
 
 
 def test_a_command_of_an_earlier_step_is_not_obeyed_again() -> None:
-    agreement = Agreement(1, 2, record_of=record_of)
+    agreement = Agreement(1, 2, Demand(), record_of=record_of)
     assert agreement.receive(0, Command(4, "offer", b"")) == [TakeInventory()]
     assert not agreement.receive(0, Command(4, "offer", b"")), "it is under way"
     (answer,) = agreement.done(InventorySeen(own(1, 10)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from everstep.commit.copy_round import CopyRound
 from everstep.commit.lineage import BaseId
+from everstep.commit.peer_copies import CopyRound
 
 
 def test_a_round_ends_when_all_have_told() -> None:

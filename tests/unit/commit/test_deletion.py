@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.commit.base_commit import CheckFence, FenceSeen
-from everstep.commit.deletion import (
+from everstep.commit.base_commit import (
     AlreadyDeleted,
     BaseDeletion,
+    CheckFence,
     Condemn,
     Condemned,
     DeleteFiles,
+    FenceSeen,
     FilesDeleted,
     Lift,
     Lifted,

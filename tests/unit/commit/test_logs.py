@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from everstep.commit.job.offer_codec import decode_choice, decode_offer, encode_choice, encode_offer
-from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, choose
+from everstep.commit.job.messages import decode_choice, decode_offer, encode_choice, encode_offer
+from everstep.commit.job.offers import BaseOffer, Choice, Excluded, Offer, Piece, choose
 from everstep.commit.lineage import BaseId, Branch, branches_of
 from everstep.commit.log_reach import LogRun, common_reach, log_path, runs_of, steps_reached
 from everstep.errors import RecoveryError
@@ -159,8 +159,8 @@ def test_a_log_of_another_state_is_another_log() -> None:
 
 
 def test_what_turned_out_to_be_of_no_use_is_passed_over() -> None:
-    assert end(chosen(behind(5), behind(5), unusable_log={(1, 1, 14)})) == 13
-    assert end(chosen(behind(5), behind(5), unusable_log={(0, 1, 11), (1, 1, 14)})) == 10
+    assert end(chosen(behind(5), behind(5), excluded=Excluded(log={(1, 1, 14)}))) == 13
+    assert end(chosen(behind(5), behind(5), excluded=Excluded(log={(0, 1, 11), (1, 1, 14)}))) == 10
 
 
 def test_a_step_that_is_asked_for_is_reached_by_base_and_log() -> None:
@@ -238,7 +238,7 @@ def test_no_step_counts_in_which_one_of_them_has_counted_other_updates() -> None
 
 def test_what_is_of_no_use_to_one_rank_is_of_use_to_none() -> None:
     every = dict.fromkeys(range(3), behind(3))
-    choice = of_others(every, every, every, every, unusable_log={(3, 1, 12)})
+    choice = of_others(every, every, every, every, excluded=Excluded(log={(3, 1, 12)}))
     assert choice.end == BaseId(1, 11)
 
 
@@ -255,7 +255,7 @@ def of_another_layout(*timelines: int) -> Choice:
         replace(offer(rank, behind(3 - rank), {BaseId(1, 10): 10}, known), others=both)
         for rank in (0, 1)
     ]
-    return choose(offers, relaid=timelines)
+    return choose(offers, excluded=Excluded(relaid=set(timelines)))
 
 
 def test_as_many_ranks_replay_their_own_logs_until_one_says_they_are_of_another_layout() -> None:

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from everstep.commit.base_commit import (
+    AlreadyDeleted,
     CheckFence,
+    Condemn,
+    Condemned,
+    DeleteFiles,
     FenceSeen,
+    FilesDeleted,
     FilesDurable,
     GatherMarkers,
     ManifestDurable,
@@ -20,8 +25,8 @@ from everstep.commit.base_commit import (
     WriteManifest,
     WriteMarker,
 )
-from everstep.commit.deletion import AlreadyDeleted, Condemn, Condemned, DeleteFiles, FilesDeleted
-from everstep.commit.job.actions import (
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import (
     BaseDamaged,
     BaseDurable,
     BaseLate,
@@ -30,27 +35,27 @@ from everstep.commit.job.actions import (
     Fenced,
     GaveUp,
     LookAtBases,
+    Member,
+    Origin,
     Pace,
     Perform,
     ReadBack,
     ReadBackDone,
-    Send,
     WatermarkMoved,
     Withdraw,
     Withdrawn,
 )
-from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import Member
 from everstep.commit.job.messages import (
     COORDINATOR,
     Cluster,
     DiskProgress,
     ManifestNotice,
     Message,
+    Send,
     WatermarkNotice,
 )
 from everstep.commit.lineage import BaseId, Branch
-from everstep.commit.retention import Watermark, reclaimable_bases
+from everstep.commit.retention import Watermark
 from everstep.format.header import ShardIdentity
 from everstep.format.message_codec import Stored
 from everstep.format.names import shard_name
@@ -90,9 +95,9 @@ class Room:
         self.markers: dict[str, dict[BaseId, dict[int, Marker]]] = {d: {} for d in self.disks}
         self.manifests: dict[str, dict[BaseId, Any]] = {d: {} for d in self.disks}
         self.members: list[Member] = [
-            Coordinator(cluster, self.timeline, keep=self.keep, pace=PACE)
+            Coordinator(cluster, self.timeline, Origin(), keep=self.keep, pace=PACE)
             if rank == COORDINATOR
-            else Member(cluster, rank, self.timeline, pace=PACE)
+            else Member(cluster, rank, self.timeline, Origin(), pace=PACE)
             for rank in range(cluster.world)
         ]
 
@@ -459,9 +464,3 @@ def test_the_watermark_only_moves_forward() -> None:
     assert not watermark.advance(BaseId(1, 30))
     assert watermark.advance(BaseId(2, 10)), "a newer timeline, whatever the number of the step"
     assert (watermark.base, watermark.before) == (BaseId(2, 10), BaseId(1, 40))
-
-
-def test_volatile_tiers_forget_what_is_older_than_the_watermark() -> None:
-    held = [BaseId(1, 10), BaseId(1, 20), BaseId(2, 5)]
-    assert reclaimable_bases(held, None) == []
-    assert reclaimable_bases(held, BaseId(1, 20)) == [BaseId(1, 10)]

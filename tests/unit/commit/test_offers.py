@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.commit.job.offer_codec import decode_choice, decode_offer, encode_choice, encode_offer
-from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, Source, choose
+from everstep.commit.job.messages import decode_choice, decode_offer, encode_choice, encode_offer
+from everstep.commit.job.offers import BaseOffer, Choice, Excluded, Offer, Piece, Source, choose
 from everstep.commit.lineage import BaseId
 from everstep.commit.retention import TIERS
 from everstep.errors import FormatError, RecoveryError
@@ -72,9 +72,9 @@ def test_the_cheapest_source_first_and_damage_falls_through() -> None:
     ]
     assert choose(offers).sources[1] == (Source(0, 1), Source(2, 1), Source(4, 0))
     unusable = {(base, 1, Source(0, 1)), (base, 1, Source(2, 1))}
-    assert choose(offers, unusable=unusable).sources[1] == (Source(4, 0),)
+    assert choose(offers, excluded=Excluded(files=unusable)).sources[1] == (Source(4, 0),)
     with pytest.raises(RecoveryError, match="the files of rank 1 are damaged"):
-        choose(offers, unusable={*unusable, (base, 1, Source(4, 0))})
+        choose(offers, excluded=Excluded(files={*unusable, (base, 1, Source(4, 0))}))
 
 
 @pytest.mark.parametrize("tiers", list(itertools.product((False, True), repeat=3)))

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.commit.job.actions import Send
 from everstep.commit.job.messages import (
     ChunkReply,
     ChunkRequest,
@@ -20,6 +19,7 @@ from everstep.commit.job.messages import (
     PeerCopyChunk,
     PeerRound,
     PeerRoundReply,
+    Send,
     decode_message,
     encode_message,
 )

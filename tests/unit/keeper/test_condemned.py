@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.commit.deletion import Condemn
+from everstep.commit.base_commit import Condemn
 from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError, RecoveryError, StateError
 from everstep.format.names import (
@@ -26,8 +26,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.retain.deletion import delete_base, perform_deletion
-from everstep.keeper.retain.retention import Retention
+from everstep.keeper.retain.retention import Retention, delete_base, perform_deletion
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.run.fence import Fence
 from everstep.run.folder import uncondemn

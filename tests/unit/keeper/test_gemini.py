@@ -28,8 +28,7 @@ from everstep.errors import (
 from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.records import TimelineRecord
-from everstep.keeper.held.memory_bases import MemoryBases
-from everstep.keeper.held.peer_stores import PeerBaseStore, copy_memory_bytes
+from everstep.keeper.held.peer_stores import MemoryBases, PeerBaseStore, copy_memory_bytes
 from everstep.keeper.ship.senders import Pace
 from everstep.options import Options, validate_options
 from everstep.restore.fetch.held import size_of

@@ -19,7 +19,7 @@ from everstep.commit.base_commit import (
     WriteManifest,
     WriteMarker,
 )
-from everstep.commit.job.actions import (
+from everstep.commit.job.member import (
     BasesSeen,
     Delete,
     LookAtBases,

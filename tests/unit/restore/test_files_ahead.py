@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.commit.job.offer_codec import decode_offer, encode_offer
+from everstep.commit.job.messages import decode_offer, encode_offer
 from everstep.format.reader import read_record_bytes
 from everstep.restore.fetch import sources as sources_module
 from everstep.restore.fetch.node_reads import NodeReads

@@ -17,7 +17,7 @@ from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import run_of
-from everstep.keeper.log.recall_wire import log_to_wire, recalled_from_wire
+from everstep.keeper.held.newest_capture import log_to_wire, recalled_from_wire
 from everstep.restore.fetch import peers, start_channel
 from everstep.restore.fetch.held import FetchedLog, PeerCopy, PeerLog, pack_steps, unpack_steps
 from everstep.restore.fetch.peer_plan import LogOffer

@@ -3,16 +3,20 @@
 They run in the keepers (commits) and in the trainers (agreement at a start). Read in this order:
 
 ``messages``     messages between ranks, and their encoding; ranks, and which of them share a disk
-``actions``      actions, events and reports of the commit protocol
-``member``       commits of one rank in a timeline
+``member``       commits of one rank in a timeline; actions, events and reports of the protocol
 ``coordinator``  rank 0: watermark and retention for all ranks
 ``offers``       inventories of the ranks at a start, and the choice of what to restore
-``offer_codec``  their encoding
 ``agreement``    start of a job: all ranks restore the same state
 """
 
-from everstep.commit.job.actions import Send
-from everstep.commit.job.messages import COORDINATOR, ChunkReply, ChunkRequest, CopyMessage, Message
+from everstep.commit.job.messages import (
+    COORDINATOR,
+    ChunkReply,
+    ChunkRequest,
+    CopyMessage,
+    Message,
+    Send,
+)
 from everstep.commit.job.offers import Choice, Needs, Offer, Source
 
 __all__ = [

@@ -19,18 +19,20 @@ nothing that this session has done is in the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from everstep.commit.job.actions import Send
-from everstep.commit.job.messages import COORDINATOR, Answer, Command, Message
-from everstep.commit.job.offer_codec import (
+from everstep.commit.job.messages import (
+    COORDINATOR,
+    Answer,
+    Command,
+    Message,
+    Send,
     decode_choice,
     decode_offer,
     encode_choice,
     encode_offer,
 )
-from everstep.commit.job.offers import Choice, Needs, Offer, Source, all_ranks, choose
-from everstep.commit.lineage import BaseId
+from everstep.commit.job.offers import Choice, Excluded, Needs, Offer, Source, all_ranks, choose
 from everstep.errors import RecoveryError
 from everstep.format import TimelineRecord
 from everstep.format.message_codec import Decoder, Stored, encode
@@ -178,6 +180,8 @@ NO_WAY_BACK_HINT = (
     "build model and optimizer again, make a Checkpointer of them, and call resume(step=0) there"
 )
 _ROUNDS_MAX = 16
+_REPEAT_S = 1.0
+"""Seconds between repetitions of an unanswered command."""
 _RELAID = b"relaid"
 _PARTLY = b"partly"
 
@@ -186,16 +190,65 @@ RecordOf = Callable[[Choice, int], TimelineRecord]
 """Makes the record of the timeline of that number; no other session's has the same bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Demands of a starting job.
+
+    Attributes:
+        step, needs, fetch: as for :func:`everstep.commit.job.offers.choose`.
+        trained: the ranks' live state is not that of a fresh start.
+        compares: entries of the state may be left out (``strict=False``).
+    """
+
+    step: int | None = None
+    needs: Needs = all_ranks
+    fetch: bool = True
+    trained: bool = False
+    compares: bool = False
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Command of rank 0 that is in progress.
+
+    Attributes:
+        answers: payloads of the answers, by rank.
+        sent_s: time of the first tick after it was sent.
+        reported_silent: the ranks that do not answer were reported.
+    """
+
+    command: Command
+    answers: dict[int, bytes] = field(default_factory=dict)
+    sent_s: float | None = None
+    repeated_s: float = 0.0
+    reported_silent: bool = False
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """Attempts of rank 0 to find a state that all ranks can restore.
+
+    Attributes:
+        rounds: number of attempts.
+        excluded: data that the ranks have found unusable.
+        partly: last resort: bases with files of some ranks only.
+        refusal: reason why the last attempt found no state.
+        loaded: ranks may have loaded a base: the state is no longer a fresh one.
+    """
+
+    rounds: int = 0
+    excluded: Excluded = field(default_factory=Excluded)
+    partly: bool = False
+    refusal: str = ""
+    loaded: bool = False
+
+
 class Agreement:
     """One rank in the start of a job.
 
     Args:
         rank, world: rank and number of ranks of the starting job.
         record_of: makes the record of the new timeline; used on rank 0.
-        step, needs, fetch: as for :func:`everstep.commit.job.offers.choose`.
-        trained: the ranks' live state is not that of a fresh start.
-        compares: entries of the state may be left out (``strict=False``).
-        repeat_s: seconds between repetitions of an unanswered command.
         silent_s: seconds without an answer after which silent ranks are reported.
     """
 
@@ -203,58 +256,37 @@ class Agreement:
         self,
         rank: int,
         world: int,
+        demand: Demand,
         *,
         record_of: RecordOf,
-        step: int | None = None,
-        needs: Needs = all_ranks,
-        fetch: bool = True,
-        trained: bool = False,
-        compares: bool = False,
-        repeat_s: float = 1.0,
         silent_s: float = 60.0,
     ) -> None:
         self.rank = rank
         self.world = world
         self.over = False  # this rank trains, or was refused
+        self._demand = demand
         self._record_of = record_of
-        self._step = step
-        self._needs = needs
-        self._fetch = fetch
-        self._repeat_s = repeat_s
         self._silent_s = silent_s
         # State of every rank: the command in progress, and the answer to it.
         self._at = 0
-        self._phase = ""
         self._answer: Answer | None = None
         # State of rank 0.
-        self._command: Command | None = None
-        self._answers: dict[int, bytes] = {}
+        self._asked: _Asked | None = None
+        self._attempts = _Attempts()
         self._choice: Choice | None = None
         self._record: TimelineRecord | None = None
-        self._unusable: set[tuple[BaseId, int, Source]] = set()
-        self._unusable_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
-        self._relaid: set[int] = set()  # timelines: their ranks had another layout
-        self._partly = False  # last resort: bases with files of some ranks only
         self._exact = True
-        self._trained = trained
-        self._compares = compares
-        self._loaded = False  # ranks may have loaded a base: the state is no longer a fresh one
         self._opened: set[int] = set()
         self._taken = 0
-        self._rounds = 0
-        self._refusal = ""
-        self._sent_s: float | None = None
-        self._repeated_s = 0.0
-        self._reported_silent = False
 
     @property
     def waits_for(self) -> tuple[int, ...]:
         """Ranks whose message is expected next; empty if this rank waits for none."""
         if self.rank != COORDINATOR:
             return () if self.over else (COORDINATOR,)
-        if self._command is None:
+        if self._asked is None:
             return ()
-        return tuple(rank for rank in range(self.world) if rank not in self._answers)
+        return tuple(rank for rank in range(self.world) if rank not in self._asked.answers)
 
     def start(self) -> list[AgreementOut]:
         """Begin on rank 0; the other ranks wait for its first command."""
@@ -278,18 +310,19 @@ class Agreement:
 
     def tick(self, now_s: float) -> list[AgreementOut]:
         """Advance the clock: rank 0 repeats unanswered commands and reports silent ranks."""
-        if self._command is None:
+        asked = self._asked
+        if asked is None:
             return []
-        silent = tuple(rank for rank in range(self.world) if rank not in self._answers)
-        if self._sent_s is None:
-            self._sent_s = self._repeated_s = now_s
+        silent = self.waits_for
+        if asked.sent_s is None:
+            asked.sent_s = asked.repeated_s = now_s
         out: list[AgreementOut] = []
-        if now_s - self._repeated_s >= self._repeat_s:
-            self._repeated_s = now_s
-            out += [Send(rank, self._command) for rank in silent if rank != self.rank]
-        if silent and now_s - self._sent_s >= self._silent_s and not self._reported_silent:
-            self._reported_silent = True
-            out.append(RanksSilent(self._command.phase, silent))
+        if now_s - asked.repeated_s >= _REPEAT_S:
+            asked.repeated_s = now_s
+            out += [Send(rank, asked.command) for rank in silent if rank != self.rank]
+        if silent and now_s - asked.sent_s >= self._silent_s and not asked.reported_silent:
+            asked.reported_silent = True
+            out.append(RanksSilent(asked.command.phase, silent))
         return out
 
     # Every rank.
@@ -301,7 +334,6 @@ class Agreement:
         if command.number == self._at:
             return [] if self._answer is None else [Send(COORDINATOR, self._answer)]
         self._at = command.number
-        self._phase = command.phase
         self._answer = None
         if command.phase in ("offer", "confirm"):
             flags = command.payload.split()
@@ -332,31 +364,30 @@ class Agreement:
 
     def _request_offers(self, phase: str) -> list[AgreementOut]:
         """Ask all ranks for their inventories."""
-        flags = (_RELAID if self._relaid else b"", _PARTLY if self._partly else b"")
+        attempts = self._attempts
+        flags = (_RELAID if attempts.excluded.relaid else b"", _PARTLY if attempts.partly else b"")
         return self._lead(phase, b" ".join(flags).strip())
 
     def _lead(self, phase: str, payload: bytes) -> list[AgreementOut]:
         """Begin the next phase on all ranks."""
         # Numbers are never reused, so a late answer to an earlier phase is recognised.
-        self._command = Command(self._at + 1, phase, payload)
-        self._answers = {}
-        self._sent_s = None
-        self._reported_silent = False
+        command = Command(self._at + 1, phase, payload)
+        self._asked = _Asked(command)
         others = [rank for rank in range(self.world) if rank != self.rank]
-        tell: list[AgreementOut] = [Send(rank, self._command) for rank in others]
+        tell: list[AgreementOut] = [Send(rank, command) for rank in others]
         # The messages come first: in the last phase _obey() also produces the answer of this rank.
-        return tell + self._obey(self._command)
+        return tell + self._obey(command)
 
     def _on_answer(self, sender: int, answer: Answer) -> list[AgreementOut]:
-        if self._command is None or answer.number != self._command.number:
+        asked = self._asked
+        if asked is None or answer.number != asked.command.number:
             return []
-        self._answers[sender] = answer.payload
-        if len(self._answers) < self.world:
+        asked.answers[sender] = answer.payload
+        if len(asked.answers) < self.world:
             return []
-        return self._next(self._command.phase)
+        return self._next(asked.command.phase, [asked.answers[r] for r in range(self.world)])
 
-    def _next(self, phase: str) -> list[AgreementOut]:
-        answers = [self._answers[rank] for rank in range(self.world)]
+    def _next(self, phase: str, answers: Sequence[bytes]) -> list[AgreementOut]:
         if phase == "offer":
             return self._choose(answers)
         if phase == "compare":
@@ -367,13 +398,14 @@ class Agreement:
             return self._on_opened(answers)
         if phase == "confirm":
             return self._on_confirmed(answers)
-        self._command = None  # all ranks have acknowledged the result
+        self._asked = None  # all ranks have acknowledged the result
         return []
 
     def _choose(self, answers: Collection[bytes]) -> list[AgreementOut]:
-        self._rounds += 1
+        attempts = self._attempts
+        attempts.rounds += 1
         try:
-            if self._rounds > _ROUNDS_MAX:
+            if attempts.rounds > _ROUNDS_MAX:
                 raise RecoveryError(
                     "another process repeatedly deletes the bases that this job chooses, or all of "
                     "them are damaged",
@@ -385,36 +417,36 @@ class Agreement:
             # Inventories are not taken at the same moment: while an older start of the job still
             # commits, one rank may see a base that another could not see yet. So ask once more, and
             # refuse only if the same result comes twice.
-            again = str(error) == self._refusal
-            if self._rounds > _ROUNDS_MAX or (again and self._partly):
+            again = str(error) == attempts.refusal
+            if attempts.rounds > _ROUNDS_MAX or (again and attempts.partly):
                 return self._lead("refuse", str(error).encode("utf-8"))
-            self._partly = self._partly or again  # replicas on other ranks are the last resort
-            self._refusal = str(error)
+            # Replicas on other ranks are the last resort.
+            attempts.partly = attempts.partly or again
+            attempts.refusal = str(error)
             return self._request_offers("offer")
-        compares = self._compares and self._choice.base is not None
+        compares = self._demand.compares and self._choice.base is not None
         return self._lead("compare", encode_choice(self._choice)) if compares else self._load()
 
     def _load(self) -> list[AgreementOut]:
         assert self._choice is not None
-        self._loaded = self._loaded or self._choice.base is not None
+        self._attempts.loaded = self._attempts.loaded or self._choice.base is not None
         return self._lead("restore", encode_choice(self._choice))
 
     def _decide(self, answers: Collection[bytes]) -> Choice:
         offers = [self._without_ours(decode_offer(answer)) for answer in answers]
         choice = choose(
             offers,
-            step=self._step,
-            needs=self._needs,
-            fetch=self._fetch,
-            unusable=self._unusable,
-            unusable_log=self._unusable_log,
-            relaid=self._relaid,
-            partly=self._partly,
+            step=self._demand.step,
+            needs=self._demand.needs,
+            fetch=self._demand.fetch,
+            excluded=self._attempts.excluded,
+            partly=self._attempts.partly,
         )
-        if choice.base is None and self._trained:
+        if choice.base is None and self._demand.trained:
             raise RecoveryError(NO_WAY_BACK, hint=NO_WAY_BACK_HINT)
-        if choice.base is None and self._loaded:
-            damaged = ", ".join(sorted({str(base) for base, _, _ in self._unusable}))
+        if choice.base is None and self._attempts.loaded:
+            unusable = self._attempts.excluded.files
+            damaged = ", ".join(sorted({str(base) for base, _, _ in unusable}))
             raise RecoveryError(
                 f"{damaged or 'the chosen base'} cannot be restored on every rank, and some ranks "
                 "have already loaded data of it, so their state is no longer that of a fresh start",
@@ -460,12 +492,14 @@ class Agreement:
         }
         if not damaged and not log and not relaid:
             return True
-        assert self._choice.base is not None
-        self._unusable |= {(self._choice.base, rank, source) for rank, source in damaged}
+        base = self._choice.base
+        assert base is not None
+        excluded = self._attempts.excluded
+        excluded.files |= {(base, rank, source) for rank, source in damaged}
         if relaid:
-            self._relaid.add(self._choice.base.timeline)
+            excluded.relaid.add(base.timeline)
         else:
-            self._unusable_log |= log
+            excluded.log |= log
         return False
 
     def _on_restored(self, answers: Collection[bytes]) -> list[AgreementOut]:

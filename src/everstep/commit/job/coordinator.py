@@ -13,18 +13,18 @@ start of the job begins at 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from everstep.commit.job.actions import (
+from everstep.commit.job.member import (
     BaseDamaged,
     BasesSeen,
+    Member,
+    Origin,
     Out,
     Pace,
     Perform,
     ReadBack,
-    Send,
 )
-from everstep.commit.job.member import Member
 from everstep.commit.job.messages import (
     COORDINATOR,
     Cluster,
@@ -33,12 +33,13 @@ from everstep.commit.job.messages import (
     Message,
     ReadBackReply,
     ReadBackRequest,
+    Send,
     WatermarkAck,
     WatermarkNotice,
 )
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import plan_retention
-from everstep.format import Manifest, Marker
+from everstep.format import Manifest
 from everstep.format.message_codec import Stored
 
 
@@ -47,9 +48,6 @@ class Coordinator(Member):
 
     Args:
         keep: number of bases to keep, at least 1.
-        recovered: base that the timeline started from; durable on all ranks.
-        unread: not all of it was read from the disks, so it does not count as verified.
-        unreadable: bases with a manifest that the ranks cannot read completely.
         spared: returns bases that stay on the disks at any age; called before each deletion.
     """
 
@@ -57,20 +55,19 @@ class Coordinator(Member):
         self,
         cluster: Cluster,
         timeline: int,
+        origin: Origin,
         *,
         keep: int,
-        recovered: BaseId | None = None,
-        unread: bool = False,
-        unreadable: Collection[BaseId] = (),
-        pace: Pace | None = None,
-        kept: Mapping[BaseId, Marker] | None = None,
+        pace: Pace,
         spared: Callable[[], Iterable[BaseId]] = tuple,
     ) -> None:
-        super().__init__(cluster, COORDINATOR, timeline, recovered=recovered, pace=pace, kept=kept)
+        super().__init__(cluster, COORDINATOR, timeline, origin, pace=pace)
         self._keep = keep
         self._spared = spared
-        self.verified: set[BaseId] = set() if recovered is None or unread else {recovered}
-        self.damaged: set[BaseId] = set(unreadable)
+        self.verified: set[BaseId] = set()
+        if origin.recovered is not None and not origin.unread:
+            self.verified.add(origin.recovered)
+        self.damaged: set[BaseId] = set(origin.unreadable)
         self._acknowledged: dict[BaseId, set[int]] = {}  # leaders that have the manifest
         self._sent: dict[BaseId, Manifest] = {}  # manifests that some disk may not have yet
         self._knows: set[int] = {COORDINATOR}  # ranks that acknowledged the watermark
@@ -148,9 +145,7 @@ class Coordinator(Member):
             return []
         self._sent[base] = manifest
         self._acknowledged.setdefault(base, set()).add(self.rank)
-        others = self.cluster.others(self.rank)
-        tell: list[Out] = [Send(rank, ManifestNotice(Stored(manifest))) for rank in others]
-        return tell + self._moved(base)
+        return self._to_others(ManifestNotice(Stored(manifest))) + self._moved(base)
 
     def _on_kept(self, sender: int, base: BaseId) -> list[Out]:
         if base not in self._acknowledged:
@@ -176,9 +171,8 @@ class Coordinator(Member):
 
     def _tell_watermark(self) -> list[Out]:
         notice = self._watermark_notice()
-        out: list[Out] = [Send(rank, notice) for rank in self.cluster.others(self.rank)]
         self._damaged_elsewhere = notice.damaged
-        return out + self._delete(self._to_delete)
+        return self._to_others(notice) + self._delete(self._to_delete)
 
     def _on_bases(self, seen: BasesSeen) -> list[Out]:
         self._branches = seen.branches
@@ -239,9 +233,7 @@ class Coordinator(Member):
             return []
         self._reading = base
         self._read = {}
-        others = self.cluster.others(self.rank)
-        tell: list[Out] = [Send(rank, ReadBackRequest(base)) for rank in others]
-        return [*tell, Perform(base, ReadBack())]
+        return [*self._to_others(ReadBackRequest(base)), Perform(base, ReadBack())]
 
     def _on_read_back(self, base: BaseId, problem: str) -> list[Out]:
         return self._on_read(self.rank, base, problem)

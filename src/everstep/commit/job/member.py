@@ -13,12 +13,15 @@ markers itself and writes the manifest to its own disk: captured bases become du
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from everstep.commit.base_commit import Action as CommitAction
 from everstep.commit.base_commit import (
     BaseCommit,
+    BaseDeletion,
+    DeletionAction,
+    DeletionEvent,
     GatherMarkers,
     MarkerDurable,
     MarkersSeen,
@@ -26,26 +29,6 @@ from everstep.commit.base_commit import (
     WriteMarker,
 )
 from everstep.commit.base_commit import Event as CommitEvent
-from everstep.commit.deletion import BaseDeletion, DeletionAction, DeletionEvent
-from everstep.commit.job.actions import (
-    BaseDurable,
-    BaseLate,
-    BasesSeen,
-    Delete,
-    Event,
-    Fenced,
-    GaveUp,
-    LookAtBases,
-    Out,
-    Pace,
-    Perform,
-    ReadBack,
-    ReadBackDone,
-    Send,
-    WatermarkMoved,
-    Withdraw,
-    Withdrawn,
-)
 from everstep.commit.job.messages import (
     COORDINATOR,
     Cluster,
@@ -58,16 +41,175 @@ from everstep.commit.job.messages import (
     Message,
     ReadBackReply,
     ReadBackRequest,
+    Send,
     WatermarkAck,
     WatermarkNotice,
 )
-from everstep.commit.lineage import BaseId, fenced_error
+from everstep.commit.lineage import BaseId, Branch, fenced_error
 from everstep.commit.retention import Watermark
 from everstep.errors import FencedError
 from everstep.format import Manifest, Marker, ShardIdentity
 from everstep.format.message_codec import Stored
 from everstep.format.records import manifest_of
 from everstep.state.layout.placement import describe_mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Intervals and timeouts of a rank.
+
+    Attributes:
+        repeat_s: seconds between repetitions of an unanswered message.
+        take_over_s: seconds without a manifest after which a rank requests the markers itself.
+        late_s: seconds without a manifest after which a rank reports the missing ranks.
+    """
+
+    repeat_s: float = 1.0
+    take_over_s: float = 10.0
+    late_s: float = 120.0
+
+
+# Actions of a driver, besides those of commits and deletions, and the events that answer them.
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Remove this rank's marker of the base durably, then its files; answer with
+    :class:`Withdrawn`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """Read this rank's files of the base back; answer with :class:`ReadBackDone`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtBases:
+    """List the bases committed on this rank's disk; answer with :class:`BasesSeen`.
+
+    Attributes:
+        damaged: bases known to be damaged, from which nothing can be replayed.
+    """
+
+    damaged: tuple[BaseId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """One action of the deletion of the base."""
+
+    action: DeletionAction
+
+
+@dataclass(frozen=True, slots=True)
+class Perform:
+    """Perform an action for a base, then report its event with :meth:`Member.done`."""
+
+    base: BaseId
+    action: CommitAction | Delete | Withdraw | ReadBack | LookAtBases
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """This rank's marker of the base is durably absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBackDone:
+    """Result of a read-back; an empty ``problem`` means that the files are intact.
+
+    Attributes:
+        newest: newest timeline of the run, looked up after reading if there is a problem: a newer
+            timeline may rightly have deleted the base.
+    """
+
+    problem: str = ""
+    newest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BasesSeen:
+    """Bases committed on this rank's disk, and the forks of timelines.
+
+    Attributes:
+        needed: bases without which a logged step on this disk could not be replayed.
+    """
+
+    committed: tuple[BaseId, ...]
+    branches: Mapping[int, Branch]
+    needed: tuple[BaseId, ...] = ()
+
+
+Event = CommitEvent | DeletionEvent | Withdrawn | ReadBackDone | BasesSeen
+
+
+@dataclass(frozen=True, slots=True)
+class BaseDurable:
+    """``base`` is committed on this rank's disk, so the files of every rank are durable."""
+
+    base: BaseId
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """``base`` will not exist, because a rank could not write its files."""
+
+    base: BaseId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BaseLate:
+    """``base`` still waits for the markers of the ``missing`` ranks; report it."""
+
+    base: BaseId
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseDamaged:
+    """``base`` was committed, and ``rank`` found it damaged; report it."""
+
+    base: BaseId
+    rank: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatermarkMoved:
+    """Everything older than ``base`` may be reclaimed in each tier
+    (:mod:`everstep.commit.retention`)."""
+
+    base: BaseId
+    before: BaseId | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """A newer timeline has begun: this rank no longer commits or deletes."""
+
+    error: FencedError
+
+
+Out = Perform | Send | BaseDurable | GaveUp | BaseLate | BaseDamaged | WatermarkMoved | Fenced
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """State that the commits of a timeline start from.
+
+    Attributes:
+        recovered: base that the timeline started from; durable on all ranks.
+        unread: not all of it was read from the disks, so it does not count as verified.
+        unreadable: bases with a manifest that the ranks cannot read completely.
+        kept: markers of this rank in this timeline that are on disk, if its member replaces a lost
+            one. Other ranks may still wait for them.
+    """
+
+    recovered: BaseId | None = None
+    unread: bool = False
+    unreadable: Collection[BaseId] = ()
+    kept: Mapping[BaseId, Marker] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -85,14 +227,43 @@ class _InFlight:
     given_up: str | None = None
 
 
+@dataclass(slots=True)
+class _Known:
+    """Outcomes of bases, to answer ranks that still wait for them.
+
+    Attributes:
+        manifests: manifests of the last two bases that were committed here.
+        given_up: bases that will not exist, with the reasons. Kept, so that ranks that missed the
+            notice get it as the answer to their next message.
+        on_disk: markers of this rank that its predecessor has written.
+    """
+
+    on_disk: Mapping[BaseId, Marker]
+    manifests: dict[BaseId, Manifest] = field(default_factory=dict)
+    given_up: dict[BaseId, str] = field(default_factory=dict)
+
+    def committed(self, base: BaseId, manifest: Manifest) -> None:
+        """Remember the manifest of a base."""
+        self.manifests[base] = manifest
+        while len(self.manifests) > 2:
+            del self.manifests[min(self.manifests)]
+
+    def answer(self, base: BaseId) -> Message | None:
+        """Return the message for a rank that waits for a base; None if nothing is known of it."""
+        if base in self.manifests:
+            return ManifestNotice(Stored(self.manifests[base]))
+        if base in self.given_up:
+            return GiveUpNotice(base, self.given_up[base])
+        if base in self.on_disk:
+            return MarkerNotice(Stored(self.on_disk[base]))
+        return None
+
+
 class Member:
     """Commits of one rank in one timeline.
 
     Args:
         timeline: timeline of this session; messages of other sessions are never passed in.
-        recovered: base that the timeline started from; durable on all ranks.
-        kept: markers of this rank in this timeline that are on disk, if this member replaces a lost
-            one. Other ranks may still wait for them.
     """
 
     def __init__(
@@ -100,33 +271,32 @@ class Member:
         cluster: Cluster,
         rank: int,
         timeline: int,
+        origin: Origin,
         *,
-        recovered: BaseId | None = None,
-        pace: Pace | None = None,
-        kept: Mapping[BaseId, Marker] | None = None,
+        pace: Pace,
     ) -> None:
         self.cluster = cluster
         self.rank = rank
         self.timeline = timeline
-        self.watermark = Watermark(recovered)
-        self.pace = pace or Pace()
+        self.watermark = Watermark(origin.recovered)
+        self.pace = pace
         self.fenced: FencedError | None = None
-        self.leads = cluster.leader_of(rank) == rank
         self._flight: _InFlight | None = None
         self._queue: list[ShardIdentity] = []
-        # Answers to ranks that still wait for this rank's markers.
-        self._on_disk = dict(kept or {})
-        self._begun = set(self._on_disk)
+        self._known = _Known(origin.kept)
+        self._begun = set(origin.kept)
         # Why nothing more is captured here; "" while training goes on.
         self._ended = ""
         # Markers that other ranks sent before this rank began the base.
         self._early: dict[BaseId, dict[int, Marker]] = {}
-        self._manifests: dict[BaseId, Manifest] = {}
-        # Kept, so that ranks that missed the notice get it as the answer to their next message.
-        self._given_up: dict[BaseId, str] = {}
         self._deletions: list[BaseDeletion] = []
         self._damaged_elsewhere: tuple[BaseId, ...] = ()  # bases that ranks cannot read
         self._moving = set[int]()  # ranks whose disks made progress since the last tick
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank writes manifests and deletes on its disk."""
+        return self.cluster.leader_of(self.rank) == self.rank
 
     @property
     def watermark_pending(self) -> bool:
@@ -134,7 +304,7 @@ class Member:
 
         The notification of the watermark also asks for the bases on this rank's disk.
         """
-        newest = max(self._manifests, default=None)
+        newest = max(self._known.manifests, default=None)
         return newest is not None and (self.watermark.base is None or self.watermark.base < newest)
 
     # Called by the driver.
@@ -197,11 +367,7 @@ class Member:
         flight = self._flight
         if self.fenced or flight is None or flight.commit.base != base:
             return []
-        others = self.cluster.others(self.rank)
-        return [
-            *(Send(rank, GiveUpNotice(base, reason)) for rank in others),
-            *self._give_up(base, reason),
-        ]
+        return [*self._to_others(GiveUpNotice(base, reason)), *self._give_up(base, reason)]
 
     def receive(self, sender: int, message: Message) -> list[Out]:
         """Process a message of this session."""
@@ -252,6 +418,9 @@ class Member:
             out += [BaseLate(base, silent)] if flight.reported_late else []
         return out
 
+    def _to_others(self, message: Message) -> list[Out]:
+        return [Send(rank, message) for rank in self.cluster.others(self.rank)]
+
     # Commits.
 
     def _begin(self) -> list[Out]:
@@ -262,8 +431,8 @@ class Member:
         # Bases are begun in ascending order, so older ones will never be needed.
         self._early = {base: found for base, found in self._early.items() if base > commit.base}
         # Another rank gave it up before: files written now would only have to be withdrawn.
-        if commit.base in self._given_up:
-            return self._give_up(commit.base, self._given_up[commit.base])
+        if (why := self._known.given_up.get(commit.base)) is not None:
+            return self._give_up(commit.base, why)
         return [Perform(commit.base, commit.start())]
 
     def _done(self, base: BaseId, event: Event) -> list[Out]:
@@ -348,11 +517,7 @@ class Member:
         flight.waiting = False
         flight.given_up = why
         base = flight.commit.base
-        others = self.cluster.others(self.rank)
-        return [
-            *(Send(rank, GiveUpNotice(base, why)) for rank in others),
-            Perform(base, Withdraw()),
-        ]
+        return [*self._to_others(GiveUpNotice(base, why)), Perform(base, Withdraw())]
 
     def _feed(self, flight: _InFlight) -> list[Out]:
         """Continue after markers have arrived by message."""
@@ -363,10 +528,7 @@ class Member:
         base = flight.commit.base
         manifest = manifest_of(flight.markers)
         assert manifest is not None, "committed with a marker missing"
-        self._manifests[base] = manifest
-        # Kept to answer ranks that have missed the notice (_known).
-        while len(self._manifests) > 2:
-            del self._manifests[min(self._manifests)]
+        self._known.committed(base, manifest)
         self._flight = None
         return [BaseDurable(base), *self._tell_committed(base, manifest), *self._begin()]
 
@@ -397,20 +559,20 @@ class Member:
         # Only its writer knows that a marker is durable.
         if marker.rank != sender:
             return []
-        if answer := self._known(base):
+        if answer := self._known.answer(base):
             return [Send(sender, answer)]
         if why := self._never(base):
             return self._refuse(base, why)
         flight = self._flight
         if flight is None or flight.commit.base != base:
-            if base.timeline == self.timeline and base not in self._given_up:
+            if base.timeline == self.timeline and base not in self._known.given_up:
                 self._early.setdefault(base, {})[sender] = marker
             return []
         flight.markers[sender] = marker
         return self._feed(flight) if flight.waiting else []
 
     def _on_wanted(self, sender: int, base: BaseId) -> list[Out]:
-        if answer := self._known(base):
+        if answer := self._known.answer(base):
             return [Send(sender, answer)]
         if why := self._never(base):
             return self._refuse(base, why)
@@ -434,27 +596,18 @@ class Member:
         return self._ended
 
     def _refuse(self, base: BaseId, why: str) -> list[Out]:
-        self._given_up[base] = why
+        self._known.given_up[base] = why
         self._early.pop(base, None)
-        return [Send(rank, GiveUpNotice(base, why)) for rank in self.cluster.others(self.rank)]
+        return self._to_others(GiveUpNotice(base, why))
 
     def _refuse_early(self) -> list[Out]:
         found = [(base, self._never(base)) for base in sorted(self._early)]
         return [out for base, why in found if why for out in self._refuse(base, why)]
 
-    def _known(self, base: BaseId) -> Message | None:
-        if base in self._manifests:
-            return ManifestNotice(Stored(self._manifests[base]))
-        if base in self._given_up:
-            return GiveUpNotice(base, self._given_up[base])
-        if base in self._on_disk:
-            return MarkerNotice(Stored(self._on_disk[base]))
-        return None
-
     def _on_manifest(self, manifest: Manifest) -> list[Out]:
         base = BaseId(manifest.timeline, manifest.step)
-        if base in self._manifests:
-            return self._tell_committed(base, self._manifests[base])
+        if base in self._known.manifests:
+            return self._tell_committed(base, self._known.manifests[base])
         flight = self._flight
         if flight is None or flight.commit.base != base or flight.own is None:
             return []
@@ -471,8 +624,9 @@ class Member:
         flight = self._flight
         if flight is None or flight.commit.base != message.base:
             # A committed base stays; the notice is late.
-            if message.base.timeline == self.timeline and message.base not in self._manifests:
-                self._given_up.setdefault(message.base, message.reason)
+            known = self._known
+            if message.base.timeline == self.timeline and message.base not in known.manifests:
+                known.given_up.setdefault(message.base, message.reason)
             return []
         if flight.given_up is not None or flight.commit.phase is Phase.COMMITTED:
             return []
@@ -483,7 +637,7 @@ class Member:
         return [Perform(message.base, Withdraw())]
 
     def _give_up(self, base: BaseId, reason: str) -> list[Out]:
-        self._given_up[base] = reason
+        self._known.given_up[base] = reason
         self._flight = None
         return [GaveUp(base, reason), *self._begin()]
 
@@ -498,7 +652,7 @@ class Member:
         if self.leads:
             return out + self._delete(message.delete)
         # The leader of the disk deletes there, and reports its contents.
-        return [*out, *self._keep_watermark(BasesSeen((), {}))]
+        return [*out, *self._on_bases(BasesSeen((), {}))]
 
     def _advance(self, base: BaseId) -> list[Out]:
         if not self.watermark.advance(base):
@@ -530,9 +684,7 @@ class Member:
         return [Perform(self.watermark.base, LookAtBases(self._damaged_elsewhere))]
 
     def _on_bases(self, seen: BasesSeen) -> list[Out]:
-        return self._keep_watermark(seen)
-
-    def _keep_watermark(self, seen: BasesSeen) -> list[Out]:
+        """Acknowledge the watermark to rank 0, with the bases on this disk."""
         assert self.watermark.base is not None
         kept = WatermarkAck(self.watermark.base, seen.committed, seen.needed)
         return [Send(COORDINATOR, kept)]

@@ -170,6 +170,21 @@ def all_ranks(rank: int, manifest: Manifest) -> Collection[int]:
 
 
 @dataclass(slots=True)
+class Excluded:
+    """Data that attempts to restore have found unusable.
+
+    Attributes:
+        files: pieces found damaged: base, its rank, source.
+        log: records of logs found unusable: rank, timeline and step.
+        relaid: timelines of the same number of ranks with another layout.
+    """
+
+    files: set[tuple[BaseId, int, Source]] = field(default_factory=set)
+    log: set[tuple[int, int, int]] = field(default_factory=set)
+    relaid: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
 class _Base:
     """Everything known of one base, over all offers."""
 
@@ -199,9 +214,7 @@ def choose(
     step: int | None = None,
     needs: Needs = all_ranks,
     fetch: bool = True,
-    unusable: Collection[tuple[BaseId, int, Source]] = (),
-    unusable_log: Collection[tuple[int, int, int]] = (),
-    relaid: Collection[int] = (),
+    excluded: Excluded | None = None,
     partly: bool = False,
 ) -> Choice:
     """Choose the newest recovery point that every rank can read.
@@ -212,9 +225,7 @@ def choose(
             precedence over those of other timelines. 0 without such a base: start at step 0.
         needs: returns the ranks whose files of a base a rank must read.
         fetch: ranks can read files through one another.
-        unusable: pieces found damaged: base, its rank, source.
-        unusable_log: records of logs found unusable: rank, timeline and step.
-        relaid: timelines of the same number of ranks with another layout.
+        excluded: data that an attempt to restore has found unusable.
         partly: as a last resort, accept a base of which each rank can read the files of some ranks.
 
     Raises:
@@ -222,7 +233,7 @@ def choose(
             ``step``; the disks belong to several runs, or were written independently of each other.
     """
     assert sorted(offer.rank for offer in offers) == list(range(len(offers)))
-    candidates = _Candidates(offers, needs, fetch, unusable, unusable_log, relaid)
+    candidates = _Candidates(offers, needs, fetch, excluded or Excluded())
     pick = candidates.pick(step)
     if pick is None and partly:
         pick = candidates.pick_partly(step)
@@ -254,16 +265,14 @@ class _Candidates:
         offers: Sequence[Offer],
         needs: Needs,
         fetch: bool,
-        unusable: Collection[tuple[BaseId, int, Source]],
-        unusable_log: Collection[tuple[int, int, int]],
-        relaid: Collection[int],
+        excluded: Excluded,
     ) -> None:
         self._offers = offers
         self._needs = needs
         self._fetch = fetch
         self._run = _run_of(offers)
         self._records, foreign = merge_timelines(offers)
-        self._bases = _bases_of(offers, foreign, set(unusable))
+        self._bases = _bases_of(offers, foreign, excluded.files)
         self._readable: dict[BaseId, Manifest] = {}
         for base, known in self._bases.items():
             manifest = _manifest(known)
@@ -282,7 +291,7 @@ class _Candidates:
         }
         self._branches = branches_of(self._records, self._existing, self._logged)
         self._here, self._elsewhere = split_by_history(self._readable, self._branches)
-        self._logs = _logs_of(offers, foreign, self._records, self._branches, unusable_log, relaid)
+        self._logs = _logs_of(offers, foreign, self._records, self._branches, excluded)
 
     def pick(self, step: int | None) -> _Pick | None:
         """Return the best base that every rank can read."""
@@ -344,9 +353,17 @@ class _Candidates:
             timeline=max(offer.next_timeline for offer in self._offers),
             skipped=self._skipped(pick, step),
             unreadable=tuple(
-                sorted(b for b, known in self._bases.items() if self._is_unreadable(b, known))
+                sorted(
+                    base
+                    for base, known in self._bases.items()
+                    if known.manifests and base not in self._readable
+                )
             ),
-            elsewhere=tuple(b for b in readable if not self._readable_without_copies(b)),
+            elsewhere=tuple(
+                base
+                for base in readable
+                if not self._all_can_read(self._bases[base].without_copies(), self._readable[base])
+            ),
             note=note,
         )
         if pick is None:
@@ -375,16 +392,19 @@ class _Candidates:
         return tuple(skipped)
 
     def _reason(self, base: BaseId) -> str:
-        return self._bases[base].why or _why(base, self._readable)
-
-    def _is_unreadable(self, base: BaseId, known: _Base) -> bool:
-        return base not in self._readable and bool(known.manifests)
-
-    def _readable_without_copies(self, base: BaseId) -> bool:
-        return self._all_can_read(self._bases[base].without_copies(), self._readable[base])
+        if base not in self._readable:
+            return self._bases[base].why or "not readable"
+        return self._bases[base].why or "not in the history of the newest timeline"
 
     def _all_can_read(self, known: _Base, manifest: Manifest) -> bool:
-        return _all_can_read(known, manifest, self._offers, self._needs, self._fetch)
+        for offer in self._offers:
+            for rank in self._needs(offer.rank, manifest):
+                holders = {holder for places in known.pieces[rank].values() for _, holder in places}
+                if not holders or not (self._fetch or offer.rank in holders):
+                    why = f"rank {offer.rank} cannot read the files of rank {rank}"
+                    known.why = known.why or why
+                    return False
+        return True
 
 
 def _logs_of(
@@ -392,8 +412,7 @@ def _logs_of(
     foreign: Collection[tuple[int, int]],
     records: Mapping[int, TimelineRecord | None],
     branches: Mapping[int, Branch],
-    unusable: Collection[tuple[int, int, int]],
-    relaid: Collection[int],
+    excluded: Excluded,
 ) -> JobLogs:
     """Return all logs, without those that belong to no timeline of the job."""
     own: list[list[LogRun]] = []
@@ -405,7 +424,7 @@ def _logs_of(
 
         own.append(fit(offer.log))
         others.append({source: fit(runs) for source, runs in offer.others.items()})
-    return JobLogs(own, records, branches, unusable, others, relaid)
+    return JobLogs(own, records, branches, excluded.log, others, excluded.relaid)
 
 
 def _run_of(offers: Sequence[Offer]) -> str | None:
@@ -499,18 +518,6 @@ def _missing(known: _Base) -> str:
     return "the files of rank " + ", ".join(map(str, missing[:8])) + " are missing"
 
 
-def _all_can_read(
-    known: _Base, manifest: Manifest, offers: Sequence[Offer], needs: Needs, fetch: bool
-) -> bool:
-    for offer in offers:
-        for rank in needs(offer.rank, manifest):
-            holders = {holder for places in known.pieces[rank].values() for _, holder in places}
-            if not holders or not (fetch or offer.rank in holders):
-                known.why = known.why or f"rank {offer.rank} cannot read the files of rank {rank}"
-                return False
-    return True
-
-
 def _is_on_disks(known: _Base) -> bool:
     """Return True if each piece is on a rank's own disk."""
     return all(
@@ -535,10 +542,6 @@ def _sources(known: _Base, manifest: Manifest) -> dict[int, tuple[Source, ...]]:
         )
         for marker in manifest.markers
     }
-
-
-def _why(base: BaseId, readable: Collection[BaseId]) -> str:
-    return "not in the history of the newest timeline" if base in readable else "not readable"
 
 
 def _cut_off(

@@ -21,7 +21,6 @@ from everstep.format.header import ShardPlan
 from everstep.format.log import LogRecord, RecordHead, plan_segment
 from everstep.format.names import LOG_DIR, marker_name, segment_dir
 from everstep.format.writer import ChunkRing, write_shard
-from everstep.keeper.log.disk_space import LogSpace, NoLogSpaceError
 from everstep.link.messages import ENDED, record_memory_bytes
 from everstep.plan import BatchEstimator
 from everstep.run.fence import Fence
@@ -34,6 +33,116 @@ from everstep.tiers.durable_files import create_in, temporary
 
 if TYPE_CHECKING:
     from everstep.link.messages import KeeperStats
+from collections.abc import Iterator
+
+from everstep.format.names import TEMPORARY_SUFFIX, parse_rank
+from everstep.seams import FileSystem
+
+
+class NoLogSpaceError(OutOfSpaceError):
+    """The log has used up its share of the budget; retention after the next base may free space."""
+
+
+class LogSpace:
+    """Counts log segments against the disk budget.
+
+    The folder is scanned only when the last scan, plus all segments written since, leaves no space.
+
+    Args:
+        rank: rank whose files count. With several ranks, rank 0 also counts files of ranks that no
+            longer exist.
+        world: number of ranks.
+        budget_bytes: budget of the run folder.
+        bases_bytes: bytes of the budget reserved for bases, written or not.
+    """
+
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        run: PurePath,
+        rank: int,
+        world: int,
+        *,
+        budget_bytes: int,
+        bases_bytes: int,
+    ) -> None:
+        self._filesystem = filesystem
+        self._run = run
+        self._rank = rank
+        self._world = world
+        self._budget_bytes = budget_bytes
+        self._bases_bytes = bases_bytes
+        self._taken_bytes: int | None = None
+
+    def reserve(self, size_bytes: int, *, step: int) -> None:
+        """Reserve space for a segment that is about to be written.
+
+        Raises:
+            NoLogSpaceError: it does not fit; nothing was reserved.
+        """
+        taken_bytes = self._taken_bytes
+        if taken_bytes is None or taken_bytes + size_bytes > self._budget_bytes:
+            # Retention may have deleted bases or segments since the last scan.
+            others_bytes, log_bytes = folder_bytes(
+                self._filesystem, self._run, self._rank, self._world
+            )
+            # Bases keep their reserved share even before they are written: a log that used it
+            # would make the next base fail.
+            self._taken_bytes = taken_bytes = max(others_bytes, self._bases_bytes) + log_bytes
+            if taken_bytes + size_bytes > self._budget_bytes:
+                raise NoLogSpaceError(
+                    f"a log segment takes {size_bytes} bytes; bases and the segments that they "
+                    f"need take {taken_bytes} of Budget(disk_bytes={self._budget_bytes})",
+                    step=step,
+                    rank=self._rank,
+                    tier="disk",
+                    path=self._run,
+                    hint="raise the budget, keep fewer bases (keep=), or shorten every=",
+                )
+        self._taken_bytes = taken_bytes + size_bytes
+
+
+def folder_bytes(
+    filesystem: FileSystem, run: PurePath, rank: int = 0, world: int = 1
+) -> tuple[int, int]:
+    """Return the bytes of a rank's files in a run folder: ``(all but the log, the log)``."""
+    sizes = [0, 0]
+    for path, size_bytes in _files(filesystem, run):
+        owner = parse_rank(path.name.removesuffix(TEMPORARY_SUFFIX))
+        # Rank 0 counts files without a rank, and files of ranks that no longer exist.
+        counts = world == 1 or owner == rank or (rank == 0 and (owner is None or owner >= world))
+        if counts:
+            # A bool as the index: 1 for files below a log directory.
+            sizes[LOG_DIR in path.relative_to(run).parts[:-1]] += size_bytes
+    return sizes[0], sizes[1]
+
+
+def _files(filesystem: FileSystem, directory: PurePath) -> Iterator[tuple[PurePath, int]]:
+    try:
+        entries = filesystem.scan(directory)
+    except FileNotFoundError:
+        # Retention removed it during the scan.
+        return
+    for entry in entries:
+        if entry.kind == "dir":
+            yield from _files(filesystem, directory / entry.name)
+        elif entry.kind == "file":
+            yield directory / entry.name, entry.size_bytes
+
+
+def full_disk_error(
+    what: str, size_bytes: int, free_bytes: int, run: PurePath, identity: ShardIdentity
+) -> OutOfSpaceError:
+    """Return the error for files that do not fit on the disk of the run folder."""
+    return OutOfSpaceError(
+        f"{what} takes {size_bytes} bytes, {free_bytes} are free",
+        step=identity.step,
+        rank=identity.rank,
+        tier="disk",
+        path=run,
+        hint="free some space, or keep fewer bases (keep=, everstep rm)",
+    )
+
 
 _MARKER_BYTES = 1024
 """Reserved for a marker; about 450 bytes are used."""
@@ -134,14 +243,7 @@ class SegmentWriter:
             self._space.reserve(plan.size_bytes + _MARKER_BYTES, step=identity.step)
         free_bytes = self._filesystem.free_bytes(self._run)
         if free_bytes < plan.size_bytes:
-            raise OutOfSpaceError(
-                f"a log segment takes {plan.size_bytes} bytes, {free_bytes} are free",
-                step=identity.step,
-                rank=identity.rank,
-                tier="disk",
-                path=self._run,
-                hint="free some space, or keep fewer bases (keep=, everstep rm)",
-            )
+            raise full_disk_error("a log segment", plan.size_bytes, free_bytes, self._run, identity)
 
     def _write(
         self, directory: PurePath, identity: ShardIdentity, plan: ShardPlan, body: Body
@@ -540,7 +642,16 @@ def open_segments(
     """
     if to_disk is None or identity is None:
         return SegmentQueue(None, post, on_disk)
-    space = LogSpace.from_wire(seams.filesystem, run, identity.rank, identity.world, to_disk)
+    space = None
+    if (budget_bytes := to_disk.get("disk_bytes")) is not None:
+        space = LogSpace(
+            seams.filesystem,
+            run,
+            identity.rank,
+            identity.world,
+            budget_bytes=budget_bytes,
+            bases_bytes=to_disk["bases_bytes"],
+        )
     writer = SegmentWriter(seams, run, identity, ring, timeout_s=timeout_s, space=space)
     return SegmentQueue(writer, post, on_disk, batch_from_wire(to_disk))
 

@@ -11,12 +11,12 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from everstep.arena import Arena
 from everstep.errors import DeadlineError, EverstepError, FencedError, StateError, StorageError
 from everstep.format import BasePlan
 from everstep.format.writer import Written
+from everstep.keeper.held import MemoryBases
 from everstep.keeper.log import LogStore
 from everstep.keeper.persist.committer import Timeline, open_committer
 from everstep.keeper.retain import HistoryFlush
@@ -29,11 +29,6 @@ from everstep.seams.filesystem import observed
 from everstep.seams.processes import Condition
 from everstep.seams.progress import Counted, ProgressSink
 from everstep.state.layout import Body
-
-# Loaded at first use: only bases in memory need it.
-if TYPE_CHECKING:
-    from everstep.keeper.held.memory_bases import MemoryBases
-
 
 _LOOK_AGAIN_S = 0.2
 
@@ -127,10 +122,6 @@ class BaseWriter:
             self.committer.sweep()
         except EverstepError as error:
             self._channel.post(error)
-
-    def sweep_in_background(self) -> None:
-        """Run :meth:`sweep` in the writing thread, before any base."""
-        self.queue(self.sweep)
 
     def queue(self, job: Callable[[], None]) -> None:
         """Run ``job`` in the writing thread, after the captures in the queue."""

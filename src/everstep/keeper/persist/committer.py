@@ -12,23 +12,21 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Protocol
 
-from everstep.commit import (
-    BaseId,
-    CheckFence,
-    FenceSeen,
-    FilesDurable,
-    GatherMarkers,
-    WriteFiles,
-    WriteMarker,
-)
+from everstep.commit import BaseId
 from everstep.commit.base_commit import (
     Action,
     BaseCommit,
+    CheckFence,
     Event,
+    FenceSeen,
+    FilesDurable,
+    GatherMarkers,
     ManifestDurable,
     MarkerDurable,
     MarkersSeen,
+    WriteFiles,
     WriteManifest,
+    WriteMarker,
 )
 from everstep.errors import DamageError, EverstepError, FencedError
 from everstep.format import MANIFEST, BasePlan, Marker, base_dir, timeline_dir
@@ -38,7 +36,7 @@ from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.keeper.retain import Retention
-from everstep.run import newest_timeline, scan_base
+from everstep.run import scan_base
 from everstep.run.fence import Fence
 from everstep.seams import Seams, failpoint
 from everstep.seams.progress import ProgressSink
@@ -186,7 +184,7 @@ class OneRankCommitter:
         self, plan: BasePlan, bodies: Sequence[Body], progress: ProgressSink
     ) -> tuple[Written, ...]:
         """Write and commit a base (see :class:`Committer`)."""
-        return commit_base(self.writer, plan, bodies, progress, fence=self._fence)
+        return OneRankCommit(self.writer, plan, self._fence).run(bodies, progress)
 
     def retain(self) -> None:
         """Delete bases and log segments that are no longer needed."""
@@ -215,22 +213,6 @@ class OneRankCommitter:
         """Do nothing: no thread runs, and no connection is open."""
 
 
-def commit_base(
-    writer: ShardWriter,
-    plan: BasePlan,
-    bodies: Sequence[Body],
-    progress: ProgressSink,
-    *,
-    fence: Fence | None = None,
-) -> tuple[Written, ...]:
-    """Write and commit a base of a single rank (see :meth:`Committer.persist`).
-
-    Args:
-        fence: fence of the writing process; None: only newer timelines fence it off.
-    """
-    return OneRankCommit(writer, plan, fence).run(bodies, progress)
-
-
 def is_committed(writer: ShardWriter, base: BaseId) -> bool:
     """Return True if an earlier attempt has committed ``base``: it must not be overwritten."""
     try:
@@ -240,9 +222,13 @@ def is_committed(writer: ShardWriter, base: BaseId) -> bool:
 
 
 class OneRankCommit:
-    """Commit of one base of a single rank: the commit machine, driven over the file system."""
+    """Commit of one base of a single rank: the commit machine, driven over the file system.
 
-    def __init__(self, writer: ShardWriter, plan: BasePlan, fence: Fence | None) -> None:
+    Args:
+        fence: fence of the writing process.
+    """
+
+    def __init__(self, writer: ShardWriter, plan: BasePlan, fence: Fence) -> None:
         self._writer = writer
         self.filesystem = writer.filesystem
         self._plan = plan
@@ -251,7 +237,8 @@ class OneRankCommit:
         self.directory = base_dir(writer.run, self._base.timeline, self._base.step)
 
     def run(self, bodies: Sequence[Body], progress: ProgressSink) -> tuple[Written, ...]:
-        """Write and commit the base; remove its files if that fails."""
+        """Write and commit the base (see :meth:`Committer.persist`); remove its files if that
+        fails."""
         identity = self._plan.identity
         commit = BaseCommit(identity)
         written: tuple[Written, ...] = ()
@@ -279,7 +266,7 @@ class OneRankCommit:
                 raise
             except FileNotFoundError:
                 # A newer process may have swept the directory: raise FencedError in that case.
-                BaseCommit(identity).on(self._look_at_fence())
+                BaseCommit(identity).on(FenceSeen(self._fence.newest()))
                 # The fence is open: the directory was deleted by hand, or the disk has lost it.
                 self._clean_up()
                 raise
@@ -290,7 +277,7 @@ class OneRankCommit:
     def perform(self, action: Action) -> Event:
         """Carry out one action of the commit machine, except that which writes the files."""
         if isinstance(action, CheckFence):
-            return self._look_at_fence()
+            return FenceSeen(self._fence.newest())
         if isinstance(action, WriteMarker):
             failpoint("save.before_marker")
             path = self.directory / marker_name(action.marker.rank)
@@ -306,11 +293,6 @@ class OneRankCommit:
         write_durably(self.filesystem, self.directory / MANIFEST, action.manifest.encode())
         failpoint("save.after_manifest")
         return ManifestDurable()
-
-    def _look_at_fence(self) -> FenceSeen:
-        if self._fence is None:
-            return FenceSeen(newest_timeline(self.filesystem, self._writer.run))
-        return FenceSeen(self._fence.newest())
 
     def _markers(self) -> dict[int, Marker]:
         found = {}
@@ -359,4 +341,4 @@ class OneRankCommit:
             pass
 
     def _is_fenced_off(self) -> bool:
-        return self._fence is not None and self._fence.newest_or_next() != self._fence.timeline
+        return self._fence.newest_or_next() != self._fence.timeline

@@ -16,21 +16,23 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit import BaseId, WriteFiles, WriteMarker
+from everstep.commit import BaseId
+from everstep.commit.base_commit import WriteFiles, WriteMarker
 from everstep.commit.job import COORDINATOR, Send
-from everstep.commit.job.actions import (
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import (
     BaseDamaged,
     BaseDurable,
     BaseLate,
     Fenced,
     GaveUp,
+    Member,
+    Origin,
     Out,
     Pace,
     Perform,
     Withdraw,
 )
-from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import Member
 from everstep.commit.job.messages import Cluster
 from everstep.errors import (
     DamageError,
@@ -46,7 +48,9 @@ from everstep.keeper.persist.committer import Timeline, is_committed
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.keeper.persist.shard_writer import ShardWriter
+from everstep.keeper.retain import HistoryWindows
 from everstep.restore.fetch.rank_copies import verify_rank
+from everstep.run.fence import Fence
 from everstep.seams.processes import Condition
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout import Body
@@ -129,30 +133,30 @@ class JobCommitter:
         # name the ranks whose markers are missing.
         pace = Pace(take_over_s=min(_TAKE_OVER_S, timeout_s / 2), late_s=timeout_s)
         cluster = Cluster(session.disks)
-        self._disk = RankDisk.of(timeline, session, self)
+        filesystem = timeline.seams.filesystem
+        self._disk = RankDisk(
+            filesystem,
+            timeline.run,
+            session.rank,
+            self,
+            unique=f"{session.session}-{session.rank}",
+            windows=HistoryWindows(filesystem, timeline.seams.clock, timeline.history),
+            fence=Fence(filesystem, timeline.run, timeline.number),
+        )
         # A replacement keeper continues the commits of the lost one: its markers are on disk.
         kept = self._disk.markers_of(timeline.number) if session.again else {}
+        origin = Origin(session.recovered, session.unread, session.unreadable, kept)
         self._member = (
             Coordinator(
                 cluster,
                 timeline.number,
+                origin,
                 keep=timeline.keep,
-                recovered=session.recovered,
-                unread=session.unread,
-                unreadable=session.unreadable,
                 pace=pace,
-                kept=kept,
                 spared=timeline.spared,
             )
             if session.rank == COORDINATOR
-            else Member(
-                cluster,
-                session.rank,
-                timeline.number,
-                recovered=session.recovered,
-                pace=pace,
-                kept=kept,
-            )
+            else Member(cluster, session.rank, timeline.number, origin, pace=pace)
         )
         # One condition guards the state machine: the keeper's threads and the message thread use
         # it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.commit.job import CopyMessage, Message
 from everstep.commit.job.messages import DiskProgress, Envelope, PeerMessage, accept, encode_message
@@ -15,6 +15,7 @@ from everstep.seams import Clock
 from everstep.seams.mailbox import Mailbox
 
 _log = logging.getLogger("everstep.keeper")
+_M = TypeVar("_M", bound=Message)
 # Heartbeats within the time after which a silent rank is reported.
 _BEATS = 20
 
@@ -44,7 +45,7 @@ class JobLink:
         self._clock = clock
         # Messages about copies that arrive before anybody has subscribed to them are dropped: their
         # senders repeat them.
-        self._subscribers: dict[Any, Callable[[int, Any], None]] = {
+        self._subscribers: dict[type[Message], Callable[[int, Any], None]] = {
             PeerMessage: lambda sender, message: None,
             CopyMessage: lambda sender, message: None,
         }
@@ -57,13 +58,14 @@ class JobLink:
         """Port at which this rank's mailbox listens."""
         return self.session.peers[self.session.rank][1]
 
-    def on_peer_copies(self, receiver: Callable[[int, PeerMessage], None]) -> None:
-        """Pass messages about copies in peers' memory to ``receiver`` from now on."""
-        self._subscribers[PeerMessage] = receiver
+    def subscribe(self, kind: type[_M], receiver: Callable[[int, _M], None]) -> None:
+        """Pass messages of one kind to ``receiver`` from now on.
 
-    def on_copies(self, receiver: Callable[[int, CopyMessage], None]) -> None:
-        """Pass messages about copies in other tiers to ``receiver`` from now on."""
-        self._subscribers[CopyMessage] = receiver
+        Args:
+            kind: :class:`PeerMessage` for copies in peers' memory, :class:`CopyMessage` for copies
+                in other tiers.
+        """
+        self._subscribers[kind] = receiver
 
     def send(self, rank: int, message: Message) -> None:
         """Send a message to the keeper of another rank, without waiting; from any thread."""

@@ -7,22 +7,25 @@ Each consists of a few file operations, and a crash may interrupt it anywhere.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from pathlib import PurePath
 from typing import Protocol
 
-from everstep.commit import (
-    BaseId,
+from everstep.commit import BaseId
+from everstep.commit.base_commit import (
     CheckFence,
     FenceSeen,
     FilesDurable,
     GatherMarkers,
+    ManifestDurable,
+    MarkerDurable,
+    MarkersSeen,
     WriteFiles,
+    WriteManifest,
     WriteMarker,
 )
-from everstep.commit.base_commit import ManifestDurable, MarkerDurable, MarkersSeen, WriteManifest
-from everstep.commit.job.actions import (
+from everstep.commit.job.member import (
     BasesSeen,
     Delete,
     Event,
@@ -33,24 +36,20 @@ from everstep.commit.job.actions import (
     Withdraw,
     Withdrawn,
 )
-from everstep.commit.log_reach import needed_by
+from everstep.commit.lineage import fenced_error
 from everstep.errors import EverstepError, FencedError
 from everstep.format import MANIFEST, FileRecord, Manifest, Marker, base_dir
-from everstep.format.names import LOG_DIR, TEMPORARY_SUFFIX, marker_name, parse_marker, parse_shard
+from everstep.format.names import TEMPORARY_SUFFIX, marker_name, parse_marker, parse_shard
 from everstep.format.reader import read_record_bytes
-from everstep.keeper.persist.committer import Timeline
 from everstep.keeper.retain import (
-    HistoryWindow,
+    HistoryWindows,
     delete_files,
-    delete_segments,
-    history_windows,
     perform_deletion,
+    retain_log,
 )
-from everstep.link.messages import JobSession
 from everstep.restore.fetch.rank_copies import keep_manifest
 from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.run.fence import Fence
-from everstep.run.scan import bases_keeping_log
 from everstep.seams import FileSystem, failpoint
 from everstep.tiers import remove_if_there, write_durably
 from everstep.tiers.durable_files import temporary
@@ -74,8 +73,8 @@ class RankDisk:
     Args:
         files: writes and reads this rank's files.
         unique: suffix that makes the temporary names of this process unique.
-        history_window: reads the steps that the log on this disk must keep reachable; None if only
-            bases that are kept anyway have to stay.
+        windows: reads the steps that the log on this disk must keep reachable; None if only bases
+            that are kept anyway have to stay.
         fence: fence of the writing process; None: only newer timelines fence it off.
     """
 
@@ -87,7 +86,7 @@ class RankDisk:
         files: RankFiles,
         *,
         unique: str,
-        history_window: Callable[[Inventory], HistoryWindow] | None = None,
+        windows: HistoryWindows | None = None,
         fence: Fence | None = None,
     ) -> None:
         self._fence = fence
@@ -96,22 +95,8 @@ class RankDisk:
         self._rank = rank
         self._files = files
         self._unique = unique
-        self._history_window = history_window
+        self._windows = windows
         self._timelines = TimelineCache()
-
-    @classmethod
-    def of(cls, timeline: Timeline, session: JobSession, files: RankFiles) -> RankDisk:
-        """Return the disk of a rank that writes ``timeline``."""
-        filesystem = timeline.seams.filesystem
-        return cls(
-            filesystem,
-            timeline.run,
-            session.rank,
-            files,
-            unique=f"{session.session}-{session.rank}",
-            history_window=history_windows(timeline.seams, timeline.history),
-            fence=Fence(filesystem, timeline.run, timeline.number),
-        )
 
     def perform(self, do: Perform) -> Event:
         """Carry out one action of a :class:`~everstep.commit.job.member.Member`.
@@ -162,17 +147,11 @@ class RankDisk:
     def _needed(self, inventory: Inventory, damaged: Collection[BaseId]) -> tuple[BaseId, ...]:
         """Return the bases that must stay so that every reachable step of the history stays
         reachable."""
-        if self._history_window is None:
+        if self._windows is None:
             return ()
-        # A damaged base cannot start a replay, so it does not count.
-        lsns = {
-            found.id: found.manifest.markers[0].lsn
-            for found in inventory.bases
-            if found.manifest is not None and found.id not in damaged
-            if found.status == "committed" or _is_spared(found)
-        }
-        # All but the newest, which retention never deletes.
-        return tuple(sorted(self._history_window(inventory).kept(lsns, sorted(lsns)[:-1])))
+        self._windows.observe(inventory)
+        bases = [one for one in inventory.bases if one.status == "committed" or _is_spared(one)]
+        return tuple(sorted(self._windows.needed(inventory, bases, damaged)))
 
     def withdraw(self, base: BaseId) -> None:
         """Remove this rank's marker durably, and then its files of a base that will not exist."""
@@ -226,7 +205,7 @@ class RankDisk:
         for found in scan_run(self._filesystem, self._run, self._timelines).bases:
             unfinished = found.status in ("incomplete", "condemned") and not _is_spared(found)
             if unfinished and found.id.timeline < timeline and found.id != spare:
-                check_fence = partial(self._check_fence, timeline, found.id)
+                check_fence = partial(self._check_fence, timeline)
                 # A newer process may have chosen this base meanwhile: look again right before the
                 # deletion.
                 check_fence()
@@ -247,20 +226,16 @@ class RankDisk:
             FencedError: a newer timeline has begun.
         """
         inventory = scan_run(self._filesystem, self._run, self._timelines)
-        left = bases_keeping_log(inventory.bases)
-        for number in sorted(n for n in inventory.timelines if n <= timeline):
-            if not inventory.may_hold(number, LOG_DIR):
-                continue
-            # One timeline per call: the rank whose files may be deleted differs between them.
-            delete_segments(
-                self._filesystem,
-                self._run,
-                [number],
-                lambda segment: not needed_by(segment, left),
-                partial(self._check_fence, timeline, BaseId(timeline, 0)),
-                own=timeline,
-                rank=None if leads and number < timeline else self._rank,
-            )
+        check_fence = partial(self._check_fence, timeline)
+        retain_log(
+            self._filesystem,
+            inventory,
+            inventory.bases,
+            check_fence,
+            own=timeline,
+            rank=self._rank,
+            leads=leads,
+        )
 
     def _write_manifest(self, base: BaseId, directory: PurePath, manifest: Manifest) -> Event:
         """Write the manifest of a base.
@@ -284,26 +259,20 @@ class RankDisk:
                     return ManifestDurable()
         except FileNotFoundError:
             pass
-        raise self._fenced(base)
+        raise self._fenced(base.timeline, self._newest(), step=base.step)
 
-    def _check_fence(self, timeline: int, base: BaseId) -> None:
-        if self._newest() > timeline:
-            raise self._fenced(base)
+    def _check_fence(self, timeline: int) -> None:
+        if (newest := self._newest()) > timeline:
+            raise self._fenced(timeline, newest)
 
     def _newest(self) -> int:
         if self._fence is not None:
             return self._fence.newest_or_next()
         return newest_timeline(self._filesystem, self._run)
 
-    def _fenced(self, base: BaseId) -> FencedError:
-        newest = self._newest()
-        return FencedError(
-            f"{base}: timeline {newest} has taken the run over",
-            step=base.step,
-            rank=self._rank,
-            path=self._run,
-            hint="another process resumed this run; end this one, or use another folder",
-        )
+    def _fenced(self, timeline: int, newest: int, step: int | None = None) -> FencedError:
+        then = "it can no longer commit or delete bases"
+        return fenced_error(timeline, newest, then, step=step, rank=self._rank, path=self._run)
 
     def _markers(self, directory: PurePath) -> MarkersSeen:
         """Return the markers of all ranks in a base's directory."""

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError
+from everstep.errors import AuditError, DamageError, EverstepError
 from everstep.format import BasePlan, FileRecord, ShardIdentity, base_dir
 from everstep.format.header import ShardHeader, ShardPlan, decode_header
 from everstep.format.reader import OpenShard, read_body, read_header
 from everstep.format.writer import ChunkRing, Written, digest_shard, write_shard
+from everstep.keeper.log import full_disk_error
 from everstep.run import OpenBase, scan_run
 from everstep.seams import FileSystem, WriteFile, failpoint
 from everstep.seams.progress import ProgressSink
@@ -346,14 +347,7 @@ class ShardWriter:
         """Refuse a base that cannot fit, before it is written; parked files count as free space."""
         free_bytes = self.filesystem.free_bytes(self.run) + self._slots.parked_bytes()
         if free_bytes < size_bytes:
-            raise OutOfSpaceError(
-                f"a base takes {size_bytes} bytes, {free_bytes} are free",
-                step=plan.identity.step,
-                rank=plan.identity.rank,
-                tier="disk",
-                path=self.run,
-                hint="free some space, or keep fewer bases (keep=, everstep rm)",
-            )
+            raise full_disk_error("a base", size_bytes, free_bytes, self.run, plan.identity)
 
 
 class DigestAudit:

@@ -111,7 +111,7 @@ class Bases:
             on_done=lambda capture: self._events.base_retained(timeline, capture),
         )
         # Queued before any base, so that the sweep never sees files of a base in progress.
-        timeline.writer.sweep_in_background()
+        timeline.writer.queue(timeline.writer.sweep)
         self._timeline = timeline
 
     def close(self, *, timeout_s: float = 0.0) -> None:
@@ -231,7 +231,10 @@ class Bases:
 
     def persist(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
         """Make a capture durable that was to stay in memory only."""
-        self.write_parked(trainer.capture(message["number"], again=message.get("again", False)))
+        number = message["number"]
+        # A repeated message may arrive after the end of its capture.
+        again = message.get("again")
+        self.write_parked(trainer.captures.get(number) if again else trainer.captures[number])
 
     def abandon(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
         """Give up a capture whose remaining data will never arrive."""

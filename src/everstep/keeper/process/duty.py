@@ -20,7 +20,7 @@ from everstep.seams.processes import PidWatch
 from everstep.state.layout import ShardLayout
 
 if TYPE_CHECKING:
-    from everstep.keeper.held.memory_bases import MemoryBases
+    from everstep.keeper.held.peer_stores import MemoryBases
     from everstep.keeper.log.log_store import LogStore
     from everstep.keeper.persist.base_writer import BaseWriter
     from everstep.keeper.persist.job_link import JobLink
@@ -79,18 +79,6 @@ class AttachedTrainer:
         again.
         """
         self.send({"kind": "blob", "number": 0, "part": b""})
-
-    def capture(self, number: int, *, again: bool) -> Capture | None:
-        """Return a capture of this process.
-
-        Args:
-            again: True if the message repeats an earlier one; then the capture may be over, and
-                None is returned.
-
-        Raises:
-            KeyError: there is no such capture.
-        """
-        return self.captures.get(number) if again else self.captures[number]
 
 
 _log = logging.getLogger("everstep.keeper")

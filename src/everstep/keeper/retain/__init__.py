@@ -2,23 +2,26 @@
 
 Runs in the keeper process, after each commit. Read in this order:
 
-``retention``  retention and cleanup after crashes, in order; read a base back before older ones are
-               deleted
+``retention``  delete a base or a segment so that a crash at any point is harmless; retention and
+               cleanup after crashes, in order; read a base back before older ones are deleted
 ``history``    steps that ``history=`` keeps reachable, and the bases that they need
-``deletion``   delete a base or a segment so that a crash at any point is harmless
 """
 
-from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
-from everstep.keeper.retain.history import HistoryFlush, HistoryWindow, history_windows
-from everstep.keeper.retain.retention import ReadBack, Retention
+from everstep.keeper.retain.history import HistoryFlush, HistoryWindows
+from everstep.keeper.retain.retention import (
+    ReadBack,
+    Retention,
+    delete_files,
+    perform_deletion,
+    retain_log,
+)
 
 __all__ = [
     "HistoryFlush",
-    "HistoryWindow",
+    "HistoryWindows",
     "ReadBack",
     "Retention",
     "delete_files",
-    "delete_segments",
-    "history_windows",
     "perform_deletion",
+    "retain_log",
 ]

@@ -22,10 +22,10 @@ from everstep.format import TimelineRecord, timeline_dir
 from everstep.format.log import RecordHead
 from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment
 from everstep.keeper.log import LogStore
-from everstep.run import Inventory
+from everstep.run import BaseFound, Inventory
 from everstep.run.chain import LogIndex, chains, common_heads, path_of
 from everstep.run.segments import SegmentCache, SegmentFound, scan_logs, validated
-from everstep.seams import Clock, FileSystem, Seams
+from everstep.seams import Clock, FileSystem
 
 _Step = tuple[int, int]  # of a timeline
 
@@ -144,26 +144,6 @@ class HistoryWindow:
         return known or all(other.step != base.step + 1 for other in bases)
 
 
-def history_windows(seams: Seams, history: str) -> Callable[[Inventory], HistoryWindow] | None:
-    """Return a function that reads the current window (:meth:`History.parse`); None if not needed.
-
-    It is not needed if the history holds only steps that the bases kept anyway lead to.
-    """
-    found = History.parse(history)
-    if not found.is_more:
-        return None
-    files = seams.filesystem
-    known = SegmentCache()
-    ages = SegmentAges(files, seams.clock)
-
-    def read_window(inventory: Inventory) -> HistoryWindow:
-        if found.is_by_age:
-            ages.observe(inventory)
-        return HistoryWindow.of(files, inventory, found, ages=ages, known=known)
-
-    return read_window
-
-
 def _heads(segments: Iterable[SegmentFound]) -> Iterator[RecordHead]:
     return (head for segment in segments for head in segment.heads)
 
@@ -265,6 +245,58 @@ def _ages(stamps: Sequence[float]) -> list[float]:
     most = _USUAL_MAX * statistics.median_low(others) if others else 0.0
     ages = list(accumulate((min(gap, most) for gap in reversed(gaps)), initial=0.0))
     return ages[::-1][len(ages) - len(stamps) :]
+
+
+class HistoryWindows:
+    """Windows of one process, each read from the log that is on disk at that moment.
+
+    Args:
+        history: steps that resume can go back to (:meth:`everstep.config.intervals.History.parse`).
+        clock: its monotonic time measures the age of segments.
+    """
+
+    def __init__(self, filesystem: FileSystem, clock: Clock, history: str) -> None:
+        self._filesystem = filesystem
+        self._history = History.parse(history)
+        self._ages = SegmentAges(filesystem, clock)
+        self._segments = SegmentCache()
+
+    def observe(self, inventory: Inventory) -> None:
+        """Note the ages of the segments that exist now."""
+        if self._history.is_by_age:
+            self._ages.observe(inventory)
+
+    def read(self, inventory: Inventory) -> HistoryWindow:
+        """Return the current window."""
+        return HistoryWindow.of(
+            self._filesystem, inventory, self._history, ages=self._ages, known=self._segments
+        )
+
+    def needed(
+        self,
+        inventory: Inventory,
+        bases: Iterable[BaseFound],
+        damaged: Collection[BaseId],
+        victims: Collection[BaseId] | None = None,
+    ) -> set[BaseId]:
+        """Return the victims that steps of the history need as the start of their replay.
+
+        Args:
+            bases: bases that exist.
+            damaged: bases that do not count, as nothing can be replayed from them.
+            victims: bases that may be deleted; None: all but the newest, which retention never
+                deletes.
+        """
+        # Otherwise the history holds only steps that the bases kept anyway lead to.
+        if not self._history.is_more:
+            return set()
+        lsns = {
+            base.id: base.manifest.markers[0].lsn
+            for base in bases
+            if base.manifest is not None and base.id not in damaged
+        }
+        victims = sorted(lsns)[:-1] if victims is None else victims
+        return self.read(inventory).kept(lsns, [base for base in victims if base in lsns])
 
 
 class HistoryFlush:

@@ -15,15 +15,27 @@ Works on a *place*: the run folder, or a tier with copies of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import PurePath
 
 from everstep.commit import BaseId
+from everstep.commit.base_commit import (
+    AlreadyDeleted,
+    BaseDeletion,
+    CheckFence,
+    Condemn,
+    Condemned,
+    DeletionAction,
+    DeletionEvent,
+    FenceSeen,
+    FilesDeleted,
+    Lift,
+    Lifted,
+)
 from everstep.commit.lineage import Branch
 from everstep.commit.log_reach import needed_by
 from everstep.commit.retention import plan_retention
-from everstep.config import History
 from everstep.errors import DamageError, FencedError, StorageError
 from everstep.format import MANIFEST, timeline_dir
 from everstep.format.names import (
@@ -34,20 +46,300 @@ from everstep.format.names import (
     SLOTS_DIR,
     TEMPORARY_SUFFIX,
     parse_marker,
+    parse_rank,
+    parse_segment,
     parse_shard,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.retain.deletion import delete_base, delete_files, delete_segments
-from everstep.keeper.retain.history import HistoryWindow, SegmentAges
-from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
+from everstep.keeper.retain.history import HistoryWindows
+from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.run.fence import Fence
 from everstep.run.folder import uncondemn
 from everstep.run.scan import bases_keeping_log
-from everstep.run.segments import SegmentCache
 from everstep.run.verify import verify_base
-from everstep.seams import Clock, FileSystem
+from everstep.seams import Clock, FileSystem, failpoint
 from everstep.seams.progress import silent
 from everstep.tiers import SlotStore, remove_if_there, storage_errors
+
+
+def delete_base(
+    filesystem: FileSystem,
+    run: PurePath,
+    base: BaseFound,
+    slots: SlotStore | None,
+    *,
+    timeline: int | None,
+    newest: Callable[[], int] | None = None,
+) -> None:
+    """Delete a committed base: condemn it, check the fence again, delete its files.
+
+    Args:
+        slots: parks the data files instead of deleting them; None deletes them.
+        timeline: timeline of the deleting process; None for a person at the command line, whom no
+            timeline fences off.
+        newest: returns the number of the newest timeline; None reads it from the folder.
+
+    Raises:
+        FencedError: a newer timeline has begun. The base is unchanged, or the process of that
+            timeline saw the mark and has deleted it.
+    """
+    look = newest or (lambda: newest_timeline(filesystem, run))
+    deletion = BaseDeletion(base.id, timeline)
+    action: DeletionAction | None = deletion.start()
+    while action is not None:
+        action = deletion.on(perform_deletion(filesystem, base.path, action, slots, look))
+
+
+def perform_deletion(
+    filesystem: FileSystem,
+    path: PurePath,
+    action: DeletionAction,
+    slots: SlotStore | None,
+    newest: Callable[[], int],
+) -> DeletionEvent:
+    """Carry out one action of the deletion of the base at ``path``.
+
+    Args:
+        newest: returns the number of the newest timeline.
+    """
+    if isinstance(action, CheckFence):
+        return FenceSeen(newest())
+    try:
+        if isinstance(action, Condemn):
+            _condemn(filesystem, path)
+            failpoint("retain.after_condemn")
+            return Condemned()
+        if isinstance(action, Lift):
+            lifted = uncondemn(filesystem, path)
+            return Lifted() if lifted else AlreadyDeleted(newest())
+        # Fails if a resuming process has lifted the mark first: of two renames one succeeds.
+        filesystem.rename(path / CONDEMNED, path / DELETING)
+        _delete_files(filesystem, path, slots)
+        return FilesDeleted()
+    except FileNotFoundError:
+        # Another process deletes the base, too, or has lifted the mark.
+        return AlreadyDeleted(newest())
+
+
+def _condemn(filesystem: FileSystem, path: PurePath) -> None:
+    """Replace the manifest of a base with the condemned mark, durably."""
+    try:
+        filesystem.rename(path / MANIFEST, path / CONDEMNED)
+    except FileNotFoundError:
+        # A process that died may have condemned the base: continue its deletion.
+        if all(entry.name != CONDEMNED for entry in filesystem.scan(path)):
+            raise
+    # Durable before the next look at the fence: a process that opens its timeline after that look
+    # must find the mark, even after a crash of the machine.
+    filesystem.sync_dir(path)
+
+
+def delete_files(
+    filesystem: FileSystem,
+    base: BaseFound,
+    slots: SlotStore | None,
+    *,
+    check_fence: Callable[[], None] = lambda: None,
+) -> None:
+    """Delete the files of a base that is unfinished or half-deleted, unless it has been completed
+    since.
+
+    Markers go first: without them the remaining files cannot become a base again.
+
+    Args:
+        check_fence: called again before data is deleted. While a folder is being put back to an
+            older state, a scan may have seen only half of a base.
+
+    Raises:
+        FencedError: raised by ``check_fence``; no data was deleted.
+    """
+    if base.status == "condemned":
+        # The mark may have this name already, or may have been lifted; the scan below tells.
+        with contextlib.suppress(FileNotFoundError):
+            filesystem.rename(base.path / CONDEMNED, base.path / DELETING)
+        if all(entry.name != DELETING for entry in filesystem.scan(base.path)):
+            return
+    _delete_files(filesystem, base.path, slots, check_fence)
+
+
+def _delete_files(
+    filesystem: FileSystem,
+    base: PurePath,
+    slots: SlotStore | None,
+    check_fence: Callable[[], None] = lambda: None,
+) -> None:
+    """Delete the files of a base in an order that is safe against crashes."""
+    entries = sorted(filesystem.scan(base), key=lambda entry: entry.name)
+    # The mark must be durable before the first file is deleted: after a crash it is the only sign
+    # that the base is incomplete on purpose.
+    filesystem.sync_dir(base)
+    for entry in entries:
+        if parse_marker(entry.name) is not None:
+            remove_if_there(filesystem, base / entry.name)
+    # Markers before data: a marker without its files would count as a complete share.
+    filesystem.sync_dir(base)
+    check_fence()
+    # The folder was put back meanwhile, and the base is complete: it needs no markers then.
+    if any(entry.name == MANIFEST for entry in filesystem.scan(base)):
+        return
+    for entry in entries:
+        path = base / entry.name
+        if parse_shard(entry.name) is not None and entry.kind == "file":
+            failpoint("retain.before_unlink")
+            # Never recycle a file with two names: another base links to the same bytes.
+            if slots is not None and entry.links == 1:
+                slots.park(path, entry.size_bytes)
+            else:
+                remove_if_there(filesystem, path)
+        elif entry.name.endswith(TEMPORARY_SUFFIX) and entry.kind == "file":
+            remove_if_there(filesystem, path)
+    filesystem.sync_dir(base)
+    # The mark goes last, after the removal of the data is durable: a crash before that point
+    # leaves a directory that the next sweep recognizes as half-deleted.
+    for name in (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING):
+        remove_if_there(filesystem, base / name)
+    # A directory with files of the user stays.
+    with contextlib.suppress(OSError):
+        filesystem.remove_dir(base)
+    filesystem.sync_dir(base.parent)
+
+
+def retain_log(
+    filesystem: FileSystem,
+    inventory: Inventory,
+    bases: Iterable[BaseFound],
+    check_fence: Callable[[], None],
+    *,
+    own: int,
+    rank: int | None = None,
+    leads: bool = False,
+) -> None:
+    """Delete the log segments that can be replayed on none of the bases that are left.
+
+    Args:
+        bases: bases that are left.
+        check_fence: raises if a newer timeline has begun.
+        own: timeline of this process. Segments of a newer one belong to the process that has
+            superseded this one.
+        rank: deletes only the files of this rank; None deletes those of all ranks.
+        leads: this rank also cleans up for earlier ranks: nobody writes to older timelines any
+            more.
+
+    Raises:
+        FencedError: a newer timeline has begun.
+    """
+    left = bases_keeping_log(bases)
+    for number in sorted(n for n in inventory.timelines if n <= own):
+        if inventory.may_hold(number, LOG_DIR):
+            delete_segments(
+                filesystem,
+                inventory.path,
+                number,
+                lambda segment: not needed_by(segment, left),
+                check_fence,
+                own=own,
+                rank=None if leads and number < own else rank,
+            )
+
+
+def delete_segments(
+    filesystem: FileSystem,
+    run: PurePath,
+    timeline: int,
+    unneeded: Callable[[tuple[int, int, int]], bool],
+    check_fence: Callable[[], None],
+    *,
+    own: int,
+    rank: int | None = None,
+) -> int:
+    """Delete log segments of a timeline, each with its marker first: nobody reads a segment
+    without one.
+
+    Args:
+        unneeded: returns True for a segment ``(timeline, first, last)`` to delete.
+        check_fence: raises if a newer timeline has begun.
+        own: timeline of this process. A segment of it without a marker may be being written, unless
+            a later one has a marker: segments are written one after the other.
+        rank: deletes only the files of this rank; None deletes those of all ranks.
+
+    Returns:
+        The number of segments deleted.
+
+    Raises:
+        FencedError: a newer timeline has begun; no further segment is deleted.
+    """
+    directory = timeline_dir(run, timeline) / LOG_DIR
+    try:
+        entries = filesystem.scan(directory)
+    except FileNotFoundError:
+        return 0
+    names = sorted(entry.name for entry in entries if entry.kind == "dir")
+    deleted = 0
+    written: int | None = None
+    for name in names:
+        steps = parse_segment(name)
+        if steps is None or not unneeded((timeline, *steps)):
+            continue
+        check_fence()
+        failpoint("retain.before_segment")
+        # Determined before the first deletion, which would remove the markers it looks for.
+        if timeline == own and written is None:
+            written = _last_written(filesystem, directory, names, rank)
+        complete_only = timeline == own and steps[1] >= (written or 0)
+        # Another process may be deleting the same segment.
+        with contextlib.suppress(FileNotFoundError):
+            deleted += _delete_segment(
+                filesystem, directory / name, complete_only=complete_only, rank=rank
+            )
+    return deleted
+
+
+def _last_written(
+    filesystem: FileSystem, directory: PurePath, names: Sequence[str], rank: int | None
+) -> int:
+    """Return the last step of the newest segment that has a marker (of ``rank``); 0 without one."""
+    for name in reversed(names):
+        steps = parse_segment(name)
+        if steps is None:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            ranks = {parse_marker(entry.name) for entry in filesystem.scan(directory / name)}
+            if ranks - {None} if rank is None else rank in ranks:
+                return steps[1]
+    return 0
+
+
+def _delete_segment(
+    filesystem: FileSystem, path: PurePath, *, complete_only: bool, rank: int | None
+) -> bool:
+    """Delete one segment; return True if it was deleted.
+
+    Args:
+        complete_only: leaves a segment without a marker, which is being written.
+    """
+    names = sorted(entry.name for entry in filesystem.scan(path) if entry.kind == "file")
+    if rank is not None:
+        names = [name for name in names if parse_rank(name.removesuffix(TEMPORARY_SUFFIX)) == rank]
+    if complete_only and not any(parse_marker(name) is not None for name in names):
+        return False
+    # Nothing of this rank is left; the last rank also removes the directory.
+    if not names:
+        with contextlib.suppress(OSError):
+            filesystem.remove_dir(path)
+        return False
+    for name in names:
+        if parse_marker(name.removesuffix(TEMPORARY_SUFFIX)) is not None:
+            remove_if_there(filesystem, path / name)
+    # Durable before the data goes: after a crash a marker would vouch for missing records.
+    filesystem.sync_dir(path)
+    # Not synced after it: data that a crash brings back has no marker, and is deleted again.
+    for name in names:
+        if parse_shard(name.removesuffix(TEMPORARY_SUFFIX)) is not None:
+            remove_if_there(filesystem, path / name)
+    # A directory with files of the user, or of other ranks, stays.
+    with contextlib.suppress(OSError):
+        filesystem.remove_dir(path)
+    return True
 
 
 class ReadBack:
@@ -186,9 +478,7 @@ class Retention:
         clock: Clock,
     ) -> None:
         filesystem = fence.filesystem
-        self._history = History.parse(history)
-        self._ages = SegmentAges(filesystem, clock)
-        self._segments = SegmentCache()
+        self._windows = HistoryWindows(filesystem, clock, history)
         self._timelines = TimelineCache()
         self._filesystem = filesystem
         self._run = fence.run
@@ -241,8 +531,7 @@ class Retention:
         # A superseded process must delete nothing: its view of complete bases is out of date.
         self._fence.check()
         # At the start, too: the ages of segments that exist now come from the times of their files.
-        if self._history.is_by_age:
-            self._ages.observe(inventory)
+        self._windows.observe(inventory)
         self._remove_temporary(self._run)
         self._sweep_bases(inventory)
         self._sweep_timelines(inventory)
@@ -280,8 +569,9 @@ class Retention:
         """Delete the bases that retention does not keep."""
         bases = {base.id: base for base in inventory.bases if self._counts(base)}
         victims = self._good.plan(bases, inventory.branches, post)
-        if victims and self._history.is_more:
-            needed = self._needed(inventory, bases, victims)
+        if victims:
+            damaged = self._good.damaged
+            needed = self._windows.needed(inventory, bases.values(), damaged, victims)
             victims = tuple(base for base in victims if base not in needed)
         # A process that died may have condemned a base that the rules keep: lift its mark.
         for base in bases.values():
@@ -311,20 +601,6 @@ class Retention:
             fence.check()
             raise
 
-    def _needed(
-        self, inventory: Inventory, bases: Mapping[BaseId, BaseFound], victims: Collection[BaseId]
-    ) -> set[BaseId]:
-        """Return the victims that steps of the history need as the start of their replay."""
-        lsns = {
-            base.id: base.manifest.markers[0].lsn
-            for base in bases.values()
-            if base.manifest is not None and base.id not in self._good.damaged
-        }
-        window = HistoryWindow.of(
-            self._filesystem, inventory, self._history, ages=self._ages, known=self._segments
-        )
-        return window.kept(lsns, [base for base in victims if base in lsns])
-
     def _counts(self, base: BaseFound) -> bool:
         """Return True if the rules of retention apply to a base.
 
@@ -338,18 +614,8 @@ class Retention:
         """Delete segments that can be replayed on none of the bases that are left."""
         inventory = self.scan()
         # A damaged base counts: another copy of it may be intact, and then needs the log.
-        left = bases_keeping_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
-        # Segments of a newer timeline belong to the process that has superseded this one.
-        mine = [n for n in inventory.timelines if n <= self._timeline]
-        mine = [n for n in mine if inventory.may_hold(n, LOG_DIR)]
-        delete_segments(
-            self._filesystem,
-            self._run,
-            mine,
-            lambda segment: not needed_by(segment, left),
-            self._fence.check,
-            own=self._timeline,
-        )
+        left = [b for b in inventory.bases if b.is_usable or b.status == "damaged"]
+        retain_log(self._filesystem, inventory, left, self._fence.check, own=self._timeline)
 
     def _remove_temporary(self, directory: PurePath) -> None:
         # The directory may be deleted at the same time, by another rank or by the user.

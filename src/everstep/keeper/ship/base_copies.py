@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit import BaseId, split_by_history
-from everstep.commit.copy_round import CopyRound
 from everstep.commit.job import COORDINATOR, CopyMessage
 from everstep.commit.job.messages import CopyProgress, CopyReply, CopyRequest, CopySettled
+from everstep.commit.peer_copies import CopyRound
 from everstep.errors import (
     DeadlineError,
     EverstepError,

@@ -187,7 +187,7 @@ class Couriers:
         for number, fields in enumerate(places):
             self._open(number, TierOptions(**fields), identity, log, timeout_s)
         if link is not None:
-            link.on_copies(self._on_message)
+            link.subscribe(CopyMessage, self._on_message)
 
     def _open(
         self,

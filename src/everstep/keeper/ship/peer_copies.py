@@ -39,8 +39,8 @@ from everstep.errors import EverstepError
 from everstep.format import Marker, base_dir, timeline_dir
 from everstep.format.names import TIMELINE_RECORD
 from everstep.format.reader import read_record_bytes
-from everstep.keeper.held import NewestCapture, PeerBaseStore, PeerLogStore
-from everstep.keeper.log import base_from_wire, base_to_wire, log_to_wire
+from everstep.keeper.held import IsPast, MemoryBases, NewestCapture, PeerBaseStore, PeerLogStore
+from everstep.keeper.held.newest_capture import base_from_wire, base_to_wire, log_to_wire
 from everstep.keeper.ship.senders import REPEAT_S, BaseSender, LogSender, Pace, PeerLink, Source
 from everstep.link.messages import JobSession, KeeperStats
 from everstep.restore.fetch import HeldBase
@@ -50,7 +50,6 @@ from everstep.seams import ReadFile, Seams
 from everstep.tiers import PeerOptions
 
 if TYPE_CHECKING:
-    from everstep.keeper.held.memory_bases import IsPast, MemoryBases
     from everstep.keeper.persist.job_link import JobLink
     from everstep.keeper.process.duty import Handler, ServedTimeline
 
@@ -159,7 +158,7 @@ class PeerCopies:
                 ),
             )
             timeline.log.listeners.append(exchange.logged)
-        link.on_peer_copies(exchange.receive)
+        link.subscribe(PeerMessage, exchange.receive)
         # Also valid after the end of the exchange: retention runs until the last base is written.
         if not holds:
             timeline.spared = exchange.needed
@@ -172,8 +171,6 @@ class PeerCopies:
             exchange.durable(link.session.recovered)
 
     def _memory_bases(self, timeline: ServedTimeline, is_past: IsPast | None) -> MemoryBases:
-        from everstep.keeper.held.memory_bases import MemoryBases
-
         return MemoryBases(
             self._filesystem,
             self._run,

@@ -22,8 +22,7 @@ import msgspec
 
 from everstep.commit import BaseId
 from everstep.commit.job import Choice, ChunkReply, ChunkRequest, Needs, Offer
-from everstep.commit.job.messages import FetchProgress
-from everstep.commit.job.offer_codec import decode_offer, encode_offer
+from everstep.commit.job.messages import FetchProgress, decode_offer, encode_offer
 from everstep.commit.job.offers import Piece
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format import Marker, TimelineRecord, base_dir
@@ -241,7 +240,7 @@ class _Inventory(msgspec.Struct, forbid_unknown_fields=True):
     """Copies that a rank can read by itself, and those that its keeper holds for others.
 
     Attributes:
-        offer: see :func:`.offer_codec.encode_offer`.
+        offer: see :func:`.messages.encode_offer`.
         copies: marker of each copy, and the record of its timeline.
         room_bytes: bytes that the rank may take for files from other disks.
         unproven: marker of the base in its keeper's memory, of a timeline unknown to its disk.

@@ -17,6 +17,7 @@ from everstep.commit.job.agreement import (
     AgreementEvent,
     AgreementOut,
     Compare,
+    Demand,
     Go,
     InventorySeen,
     Opened,
@@ -77,12 +78,14 @@ class _RankStart:
         self._agreement = Agreement(
             meeting.rank,
             meeting.world,
+            Demand(
+                step=request.step,
+                needs=needs,
+                fetch=False,
+                trained=request.trained,
+                compares=not meeting.strict,
+            ),
             record_of=self._record_of,
-            step=request.step,
-            needs=needs,
-            fetch=False,
-            trained=request.trained,
-            compares=not meeting.strict,
             silent_s=request.timeout_s,
         )
 

@@ -15,7 +15,7 @@ from everstep.arena import Arena
 from everstep.commit import BaseId
 from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead
-from everstep.keeper.log import recalled_from_wire
+from everstep.keeper.held import recalled_from_wire
 from everstep.link import BackgroundChannel, Connection, Save, complete, error_to_wire, fail
 from everstep.link.assembly import Assembly, Samples, assembly_to_wire
 from everstep.link.capture import Capture
