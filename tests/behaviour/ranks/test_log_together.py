@@ -30,7 +30,7 @@ from everstep.state.layout.entries import Entry, shape_digest
 from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.job import start
+from everstep.trainer.job import job as job_module
 from everstep.trainer.session import closing
 from everstep.trainer.session.cadence import ASK_EVERY
 from tests.support.logged import document, invoke
@@ -178,7 +178,7 @@ def test_ranks_that_train_under_other_conditions_claim_nothing(
     path, numbers = tmp_path / "run", itertools.count()
     with monkeypatch.context() as patch:
         patch.setattr(
-            start, "fingerprint", lambda: {**fingerprint(), "threads": str(next(numbers))}
+            job_module, "fingerprint", lambda: {**fingerprint(), "threads": str(next(numbers))}
         )
         until((path, path), 6)
     record = scan_run(FS, path).timelines[1]
