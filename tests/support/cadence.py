@@ -14,6 +14,7 @@ from everstep.seams import ManualClock
 from everstep.trainer.budget.host_memory import LogLimits
 from everstep.trainer.log.disk_log import DiskLog
 from everstep.trainer.log.recorder import RecorderStats
+from everstep.trainer.participant import TrainingContext
 from everstep.trainer.session.cadence import REPLAY_SHARE, Cadence
 
 RUN = PurePath("/run")
@@ -55,8 +56,17 @@ class Run:
             disk.start(SimpleNamespace(log_to_disk=self.told.append))  # type: ignore[arg-type]
             memory = SimpleNamespace(bytes_max=memory_bytes, taken_bytes=0)
             self.recorder = SimpleNamespace(stats=RecorderStats(), disk=disk, memory=memory)
-        parts = self.options, RUN, self.saver, self.keepers, self.recorder, self.clock
-        self.cadence = Cadence(*parts, base_bytes=MB, alone=alone, limits=limits)
+        state: Any = SimpleNamespace(ranks=SimpleNamespace(world=1 if alone else 2))
+        nothing: Any = None
+        context = TrainingContext(self.options, RUN, state, nothing, nothing, self.clock)
+        self.cadence = Cadence(
+            context,
+            self.saver,
+            self.keepers,
+            self.recorder,
+            base_bytes=MB,
+            limits=limits or LogLimits(),
+        )
         self.step = 0
         self.bases: list[int] = []
 

@@ -18,16 +18,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from everstep.capture import Lane
-from everstep.config import Options
 from everstep.errors import AuditError, EverstepError, StateError
 from everstep.format import ShardIdentity
-from everstep.link import BackgroundChannel, Save, as_everstep_error, fail, failing_save
+from everstep.link import Save, as_everstep_error, fail, failing_save
 from everstep.link.pool import CapturePool
-from everstep.seams import Clock, failpoint
+from everstep.seams import failpoint
 from everstep.seams.fingerprint import FingerprintWatch
 from everstep.state.survey import Survey
-from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import MarkSnapshot, Saver
 from everstep.trainer.multistep.copies import WindowCopies
@@ -36,7 +33,7 @@ from everstep.trainer.multistep.measurements import MultistepStats, device_event
 from everstep.trainer.multistep.partition import Partitioner
 from everstep.trainer.multistep.plan import WindowPlan, WindowPlanner, redo_bytes
 from everstep.trainer.multistep.window import Handover, Window, WindowVoid
-from everstep.trainer.participant import BaseRequest, Mark, Participant
+from everstep.trainer.participant import BaseRequest, Mark, Participant, TrainingContext
 
 _log = logging.getLogger("everstep")
 
@@ -45,13 +42,8 @@ class MultistepDriver(Participant):
     """Take bases over several steps, one at a time.
 
     Args:
-        options: options of the Checkpointer.
-        state: state to capture.
         saver: takes bases of one step, and captures the remaining entries at the last mark of a
             window.
-        lane: makes the copies.
-        channel: reports errors to the training thread.
-        clock: measures time.
         end: decides where windows end, and what follows a void one.
 
     Attributes:
@@ -66,20 +58,13 @@ class MultistepDriver(Participant):
 
     follows_updates = True
 
-    def __init__(
-        self,
-        options: Options,
-        state: State,
-        saver: Saver,
-        lane: Lane,
-        channel: BackgroundChannel,
-        clock: Clock,
-        end: EndAlone,
-    ) -> None:
+    def __init__(self, context: TrainingContext, saver: Saver, end: EndAlone) -> None:
+        options = context.options
+        state = context.state
         self._options = options
         self._state = state
         self._saver = saver
-        self._channel = channel
+        self._channel = context.channel
         # A forked child inherits the hooks, but not the lane or the keeper: it must not end or
         # abandon a window of its parent.
         self._pid = os.getpid()
@@ -90,12 +75,14 @@ class MultistepDriver(Participant):
         self.window: Window | None = None
         self.ended: Window | None = None
         self.last: Save | None = None
-        self.stats = MultistepStats(clock, saver.stall_s)
-        partitioner = Partitioner(options, clock, self.stats, partial(device_event, state))
-        self.copies = WindowCopies(options, state, lane, saver, partitioner, channel)
+        self.stats = MultistepStats(context.clock, saver.stall_s)
+        partitioner = Partitioner(options, context.clock, self.stats, partial(device_event, state))
+        self.copies = WindowCopies(context, saver, partitioner)
         explicit = isinstance(options.method.parts, int)
         consumption = self.copies.consumption
-        self.planner = WindowPlanner(state, lane, partitioner, consumption, explicit=explicit)
+        self.planner = WindowPlanner(
+            state, context.lane, partitioner, consumption, explicit=explicit
+        )
 
     @property
     def needs_base(self) -> bool:
@@ -119,11 +106,6 @@ class MultistepDriver(Participant):
     def figures(self) -> Mapping[str, Any]:
         """Return the statistics of all windows."""
         return {"multistep": self.stats.report()}
-
-    @property
-    def again(self) -> str | None:
-        """Return the reason why another base is due after one became void; None if none is."""
-        return self.end.again
 
     def start(self, service: Service) -> None:
         """Send bases to the keeper in service from now on."""

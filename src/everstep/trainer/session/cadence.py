@@ -16,23 +16,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from pathlib import PurePath
 from typing import Any
 
 from rich.filesize import decimal
 
-from everstep.config import Every, Options
+from everstep.config import Every
 from everstep.errors import InfeasibleError
 from everstep.link import Save
 from everstep.plan import Estimator, FailurePrior, checkfreq_interval, seldom, without_log
-from everstep.seams import Clock
 from everstep.seams.progress import print_line
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base import Saver
 from everstep.trainer.budget import DAY_S, DayMeter, Forecast, LogLimits, budget_in_words
 from everstep.trainer.budget.disk import interval_steps_within
 from everstep.trainer.log import Recorder
-from everstep.trainer.participant import Mark, Participant, RestoredState
+from everstep.trainer.participant import Mark, Participant, RestoredState, TrainingContext
 
 ASK_EVERY = 10
 """Maximum number of steps between two exchanges of the ranks of a job."""
@@ -124,12 +122,12 @@ class _Seen:
 class Cadence(Participant):
     """Measure the steps and bases of one training process, and decide when a base is due.
 
+    With several ranks and ``every="auto"`` no interval is chosen before all ranks have reported
+    their measurements (:meth:`decide`).
+
     Args:
-        run: run folder, for messages.
         base_bytes: bytes that a base writes to disk, until one was written.
         limits: limits of the log.
-        alone: False with several ranks. With ``every="auto"`` no interval is chosen before all
-            ranks have reported their measurements (:meth:`decide`).
 
     Attributes:
         interval_steps: number of steps between two bases, the same on all ranks. None if it is
@@ -139,25 +137,23 @@ class Cadence(Participant):
 
     def __init__(
         self,
-        options: Options,
-        run: PurePath,
+        context: TrainingContext,
         saver: Saver,
         keepers: Keepers,
         recorder: Recorder | None,
-        clock: Clock,
         *,
         base_bytes: int,
-        limits: LogLimits | None = None,
-        alone: bool = True,
+        limits: LogLimits,
     ) -> None:
+        options = context.options
+        self._context = context
         self._options = options
-        self._alone = alone
-        self._limits = limits or LogLimits()
-        self._run = run
+        self._alone = context.state.ranks.world == 1
+        self._limits = limits
         self._saver = saver
         self._keepers = keepers
         self._recorder = recorder
-        self._clock = clock
+        self._clock = context.clock
         self._base_bytes = base_bytes
         prior = None
         if options.every.mtbf_s is not None:
@@ -599,7 +595,7 @@ class Cadence(Participant):
         )
 
     def _say(self, text: str) -> None:
-        print_line(f"everstep: {self._run}: {text}")
+        print_line(f"everstep: {self._context.run}: {text}")
 
 
 def _steps(count: int) -> str:

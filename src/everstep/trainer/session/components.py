@@ -28,7 +28,7 @@ from everstep.trainer.checks import FirstBatches, require_replayable, require_re
 from everstep.trainer.job import RunPlace, refuse_single_base_with_peer
 from everstep.trainer.log import NonFiniteCheck, Recorder, warn_of_unsaved_residuals
 from everstep.trainer.multistep import MultistepDriver, replayable_gradient_bytes, window_end
-from everstep.trainer.participant import BaseSource, Participant
+from everstep.trainer.participant import BaseSource, Participant, TrainingContext
 from everstep.trainer.schedule import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.footprint import Footprint, print_footprint
@@ -111,9 +111,8 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     limits = footprint.limits
     # After the budgets were checked: a start that they refuse leaves no run folder.
     run_id = place.open_run()
-    clock = seams.clock
     channel = BackgroundChannel(
-        options.on_failure, clock, progress_timeout_s=options.progress_timeout_s
+        options.on_failure, seams.clock, progress_timeout_s=options.progress_timeout_s
     )
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
@@ -127,8 +126,9 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         terms.send_to_peer(
             memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), footprint.peer_log_bytes
         )
+    context = TrainingContext(options, run, state, lane, channel, seams.clock)
     kind = ScheduledSaver if options.is_scheduled else Saver
-    saver = kind(options, run, state, lane, channel, clock, participants)
+    saver = kind(context, participants)
     source: BaseSource = saver
     recorder = None
     if options.logs:
@@ -144,23 +144,8 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         replica = None
         if options.has_replica:
             require_replicable(state)
-            source = replica = ReplicaBases(
-                state,
-                saver,
-                channel,
-                several=state.ranks.world > 1,
-                timeout_s=options.progress_timeout_s,
-            )
-        recorder = Recorder(
-            options,
-            run,
-            state,
-            lane,
-            channel,
-            saver=saver,
-            log_bytes_max=limits.memory_bytes,
-            replica=replica,
-        )
+            source = replica = ReplicaBases(context, saver)
+        recorder = Recorder(context, saver, log_bytes_max=limits.memory_bytes, replica=replica)
         recorder.memory.waits_for_peers = peers is not None and peers.log != "none"
         participants += [recorder] if replica is None else [recorder, replica]
     if options.is_multistep:
@@ -170,20 +155,15 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         check_multistep_budget(
             options, memory.host_bytes, footprint.state_bytes, footprint.gradients[1]
         )
-        source = multistep = MultistepDriver(
-            options, state, saver, lane, channel, clock, window_end(job)
-        )
+        source = multistep = MultistepDriver(context, saver, window_end(job))
         participants.append(multistep)
     cadence = Cadence(
-        options,
-        run,
+        context,
         saver,
         keepers,
         recorder,
-        clock,
         base_bytes=max(1, footprint.shape.size_bytes - footprint.static_bytes),
         limits=limits,
-        alone=state.ranks.world == 1,
     )
     participants += [saver, cadence, RecoverableSteps(keepers, participants), FirstBatches(state)]
     components = Components(

@@ -16,15 +16,14 @@ import torch
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import EverstepError, StateError
 from everstep.format import ShardIdentity
-from everstep.link import BackgroundChannel, Save, complete
+from everstep.link import Save, complete
 from everstep.link.assembly import Samples
 from everstep.seams.processes import wait_all, wait_done
 from everstep.state.survey import Survey
-from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base import PreparedBase, Saver
-from everstep.trainer.participant import BaseRequest, Participant
+from everstep.trainer.participant import BaseRequest, Participant, TrainingContext
 
 
 class ReplicaBases(Participant):
@@ -33,30 +32,19 @@ class ReplicaBases(Participant):
     The keeper has a replica once a base was taken for it. When the replica stops, the keeper
     reports it, and the next base is captured by the training process again.
 
-    Args:
-        several: True with several ranks. Each base is then of exactly the step where it is
-            requested, as every rank has a share of it, and the log stays until a base is durable
-            on all ranks.
-        timeout_s: maximum time in seconds that training waits for an overdue base.
+    With several ranks each base is of exactly the step where it is requested, as every rank has a
+    share of it, and the log stays until a base is durable on all ranks.
 
     Attributes:
         lost: reason why the replica has stopped, until the next base is taken; else None.
     """
 
-    def __init__(
-        self,
-        state: State,
-        saver: Saver,
-        channel: BackgroundChannel,
-        *,
-        several: bool,
-        timeout_s: float,
-    ) -> None:
-        self._state = state
+    def __init__(self, context: TrainingContext, saver: Saver) -> None:
+        self._context = context
         self._saver = saver
-        self._channel = channel
-        self._several = several
-        self._timeout_s = timeout_s
+        self._several = context.state.ranks.world > 1
+        # Maximum time that training waits for an overdue base.
+        self._timeout_s = context.options.progress_timeout_s
         self._keeper: RemoteKeeper | None = None
         self._expected = False
         self._off = False
@@ -113,7 +101,7 @@ class ReplicaBases(Participant):
         """Request a base from the replica, or capture it where the replica cannot serve it."""
         identity = request.identity
         if not request.captured and self.can_serve(exact=request.show):
-            survey = request.survey or self._state.survey()
+            survey = request.survey or self._context.state.survey()
             return self.request(identity, survey, exact=request.show)
         # The new base replaces the replica that pending requests are to be served from.
         self.settle(self._timeout_s)
@@ -203,7 +191,7 @@ class ReplicaBases(Participant):
         # Before the keeper drops it: from now on no base may be requested from the replica.
         self._off = True
         keeper.drop_replica()
-        self._channel.post(
+        self._context.channel.post(
             EverstepError(
                 "the replica does not keep up with training: the steps that it has not applied yet "
                 "fill the memory of the log; from now on the log is applied only at recovery",

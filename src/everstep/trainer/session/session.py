@@ -73,31 +73,12 @@ class Session:
         preemption: PreemptionHandler,
         calls: CallGuard,
     ) -> None:
-        parts = components
-        options = parts.options
-        self.parts = parts
+        self.parts = parts = components
         self.at = Position(parts.run_id, parts.state, parts.updates)
-        self.watch = StateWatch(
-            parts.state,
-            options,
-            parts.channel,
-            parts.updates,
-            parts.participants,
-            self.at,
-            parts.saver.gate,
-        )
+        self.watch = StateWatch(parts, self.at)
         self.watch.install(calls.wait_for_others)
-        self.starter = RunStarter(
-            place, parts.keepers, parts.run_id, parts.state, parts.ring, options.progress_timeout_s
-        )
-        self.consensus = StepConsensus(
-            place.job,
-            options,
-            parts.channel,
-            parts.cadence,
-            parts.participants,
-            parts.nonfinite,
-        )
+        self.starter = RunStarter(place, parts)
+        self.consensus = StepConsensus(place.job, parts)
         self.preemption = preemption
         self._clock = place.seams.clock
         self.keeper: Keeper | None = None
