@@ -26,18 +26,17 @@ from everstep.state.ownership import DeclaredUpdate
 from everstep.state.training_state import State
 from everstep.tiers import PeerOptions, TierOptions
 from everstep.trainer.job import RunPlace
-from everstep.trainer.session import (
+from everstep.trainer.session.calls import (
     CallGuard,
-    PreemptionHandler,
     check_platform,
     check_resume,
     check_timeout,
     check_usable,
     exclusive,
-    open_session,
-    rank_vote,
     refuse_pickling,
 )
+from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
+from everstep.trainer.session.session import open_session
 from everstep.trainer.session.stats import Stats
 
 _live = weakref.WeakValueDictionary[tuple[PurePath, int], "Checkpointer"]()

@@ -11,7 +11,7 @@ from everstep.link.save import Save
 from everstep.options import Options, validate_options
 from everstep.plan.interval import Costs
 from everstep.seams import ManualClock
-from everstep.trainer.budget.host_memory import LogLimits
+from everstep.trainer.budget import LogLimits
 from everstep.trainer.log.disk_log import DiskLog
 from everstep.trainer.log.recorder import RecorderStats
 from everstep.trainer.participant import TrainingContext

@@ -23,8 +23,7 @@ from everstep.format.names import base_dir, shard_name
 from everstep.link.channel import BackgroundChannel
 from everstep.seams import ManualClock, Seams, SystemClock
 from everstep.testing import inspect
-from everstep.trainer.session.closing import Closing
-from everstep.trainer.session.session import Session
+from everstep.trainer.session.session import Closing, Session
 from tests.support.following import until
 from tests.support.keepers import end_keepers
 from tests.support.log.last_mark import Training, resumed, same

@@ -32,8 +32,7 @@ from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.start.report import Resumed
 from everstep.seams import ManualClock, Seams
 from everstep.testing import inspect
-from everstep.trainer.budget.disk import DAY_S, DayMeter, Forecast, interval_steps_within
-from everstep.trainer.budget.host_memory import LogLimits
+from everstep.trainer.budget import DAY_S, DayMeter, Forecast, LogLimits, interval_steps_within
 from everstep.trainer.participant import RestoredState
 from everstep.trainer.session.cadence import (
     ASK_EVERY,

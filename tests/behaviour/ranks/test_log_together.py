@@ -31,7 +31,7 @@ from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.job import job as job_module
-from everstep.trainer.session import closing
+from everstep.trainer.session import session as session_module
 from everstep.trainer.session.cadence import ASK_EVERY
 from tests.support.logged import document, invoke
 from tests.support.ranks.logs import ON_DISK, die, resumed, segment, until
@@ -153,7 +153,7 @@ def test_without_the_last_base_every_ranks_log_stays(
             close(keeper, stay=stay)
 
         monkeypatch.setattr(kind, "close", noted)
-    monkeypatch.setattr(closing, "_stays_for_log", lambda *_: True)
+    monkeypatch.setattr(session_module, "_stays_for_log", lambda *_: True)
     with trainings(path, path, method="logged", every=None, progress_timeout_s=2.0) as ranks:
         resume(ranks)
         train(ranks, 3)

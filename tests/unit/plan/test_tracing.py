@@ -15,11 +15,17 @@ from torch import Tensor, library, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import OptionError, UnsupportedStateError
-from everstep.plan.schedule.devices import device, seconds_of, times_of
 from everstep.plan.schedule.schedule import Mode, problem_of, schedule
-from everstep.plan.schedule.steps import WAIT, Operator, StepTrace, difference
-from everstep.plan.schedule.trace import Buckets, trace_training
-from everstep.plan.schedule.tracing import trace_of
+from everstep.plan.schedule.steps import (
+    WAIT,
+    Operator,
+    StepTrace,
+    device,
+    difference,
+    seconds_of,
+    times_of,
+)
+from everstep.plan.schedule.trace import Buckets, trace_of, trace_training
 from everstep.workloads.gpt import GPT, GPTConfig
 from everstep.workloads.published import published
 from tests.support.checkflow_program import obeys

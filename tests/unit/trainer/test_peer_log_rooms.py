@@ -17,7 +17,7 @@ from everstep.link.messages import RECORD_BYTES
 from everstep.link.pool import Block
 from everstep.seams import Seams
 from everstep.state.ranks.writers import RankInfo
-from everstep.trainer.budget.host_memory import log_dropped_early, peer_log_bytes
+from everstep.trainer.budget import log_dropped_early, peer_log_bytes
 from everstep.trainer.job.run_folder import peer_notice
 from everstep.trainer.log.log_memory import LogMemory, LogTarget
 

@@ -15,7 +15,6 @@ by torch's version counters, large ones in host memory by a few elements as well
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +28,7 @@ from everstep.format.header import ShardPlan, plan_files
 from everstep.link.capture import shard_offsets
 from everstep.seams.memory import copy_memory
 from everstep.state.layout import ShardLayout
-from everstep.state.survey import Shape, Survey
+from everstep.state.survey import Shape, Survey, same_objects
 from everstep.state.values.tensors import host_bytes
 
 
@@ -107,6 +106,12 @@ class PreparedBase:
     _owned: dict[str | None, frozenset[str]] = field(default_factory=dict)
 
     @property
+    def layouts(self) -> list[tuple[ShardLayout, int]]:
+        """Return the layout of each shard, with its offset in the block."""
+        pairs = zip(self.shards, self.offsets, strict=True)
+        return [(shard.layout, offset) for shard, offset in pairs]
+
+    @property
     def objects_bytes(self) -> int:
         """Return the approximate size of the encoded objects, which are kept beside the block."""
         return sum(self.shape.objects_bytes.values())
@@ -155,11 +160,7 @@ class PreparedBase:
     def spot_check(self, tensors: Mapping[str, torch.Tensor]) -> SpotCheck:
         """Return the spot check of the gated entries; call :meth:`gated_batches` before."""
         if self._check is None:
-            layouts = [
-                (shard.layout, offset)
-                for shard, offset in zip(self.shards, self.offsets, strict=True)
-            ]
-            self._check = SpotCheck(layouts, tensors, frozenset(self.gated))
+            self._check = SpotCheck(self.layouts, tensors, frozenset(self.gated))
         return self._check
 
     def versions(self, tensors: Mapping[str, torch.Tensor]) -> Versions:
@@ -176,7 +177,7 @@ class PreparedBase:
         if tensors is self._tensors:
             return
         gated = tuple(tensors[name] for name in self.gated)
-        if not _same(gated, self._gated_tensors):
+        if not same_objects(gated, self._gated_tensors):
             # Cleared first and set last: an interrupt in between must not leave a plan that is
             # taken for one of the new tensors.
             self._gated_tensors = ()
@@ -185,7 +186,7 @@ class PreparedBase:
             self._gated_batches = Runs(self._batches(tensors, frozenset(self.gated)))
             self._gated_tensors = gated
         marked = tuple(tensors[name] for name in self.marked)
-        if not _same(marked, self._marked_tensors):
+        if not same_objects(marked, self._marked_tensors):
             self._marked_batches = self._batches(tensors, frozenset(self.marked))
             self._marked_tensors = marked
         self._tensors = tensors
@@ -195,8 +196,8 @@ class PreparedBase:
     ) -> tuple[Batch, ...]:
         return tuple(
             batch
-            for shard, offset in zip(self.shards, self.offsets, strict=True)
-            for batch in plan_batches(shard.layout, tensors, names, offset=offset)
+            for layout, offset in self.layouts
+            for batch in plan_batches(layout, tensors, names, offset=offset)
         )
 
 
@@ -242,10 +243,6 @@ def prepare_base(
         marked=tuple(entry.name for entry in shape.entries if entry.name not in gated_names),
         ends=ends,
     )
-
-
-def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 Tag = tuple[int, int | None]

@@ -177,9 +177,8 @@ class Saver(Participant):
         identity = request.identity
         in_memory = request.in_memory
         last = self._last
-        base = (identity.timeline, identity.step)
-        there = last is not None and (last.timeline, last.step) == base
-        if last is not None and there and (in_memory or not last.in_memory) and not last.is_lost:
+        there = last is not None and last.is_of(identity) and not last.is_lost
+        if last is not None and there and (in_memory or not last.in_memory):
             return last
         save = Save(identity.step, identity.timeline, in_memory=in_memory)
         self.saves += 1

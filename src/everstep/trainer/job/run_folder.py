@@ -47,7 +47,7 @@ from everstep.state.ranks import RankInfo
 from everstep.tiers import PeerOptions, Tier, TierOptions, remove_if_there, storage_errors
 from everstep.tiers.durable_files import create_exclusive, ensure_dirs
 from everstep.tiers.urls import open_tier
-from everstep.trainer.budget.host_memory import peer_sources
+from everstep.trainer.budget import peer_sources
 
 _EMULATED = "emulated "
 

@@ -83,7 +83,7 @@ class DiskLog:
         """Return the newest step that a durable base and the log on disk lead to; None if
         unknown."""
         self._update_step()
-        return self._step if self._first_base is None or _is_durable(self._first_base) else None
+        return self._step if self._first_base is None or self._first_base.is_durable else None
 
     def restored(self, *, on_disk: bool) -> None:
         """Continue from a restored state.
@@ -226,12 +226,8 @@ class DiskLog:
             self._step = None
             self._first_base = save
             self._unwritten_marks.clear()
-        elif self._first_base is not None and not _is_durable(self._first_base):
+        elif self._first_base is not None and not self._first_base.is_durable:
             self._first_base = save
         # Records before it end in a hole or never reached the disk: only this base can serve.
         if not leads and self.on and self._lag is not None:
             self._pending_bases.append(save)
-
-
-def _is_durable(save: Save) -> bool:
-    return save.durable.done() and not save.is_lost

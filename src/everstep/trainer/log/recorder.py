@@ -34,7 +34,7 @@ from everstep.state.survey import Survey
 from everstep.state.values.objects import encode
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import Saver
-from everstep.trainer.budget.host_memory import log_dropped, log_dropped_early, too_large
+from everstep.trainer.budget import log_dropped, log_dropped_early, too_large
 from everstep.trainer.log.disk_log import DiskLog
 from everstep.trainer.log.log_memory import LogMemory, LogTarget, Reservation
 from everstep.trainer.log.nonfinite import NonFiniteCheck
@@ -254,13 +254,11 @@ class Recorder(Participant):
     def _continue_from(self, save: Save) -> None:
         why = self.base_due
         self.base_due = None
-        staged = save.staged
         led = self._leads_here
         if not led and self.memory.target is not None:
-            wait_done(staged, self._timeout_s)  # the saver reports a failure
-            there = staged.done() and not staged.cancelled() and staged.exception() is None
-            self._leads_here = there
-            self._reachable_step = save.step if there else self._reachable_step
+            wait_done(save.staged, self._timeout_s)  # the saver reports a failure
+            self._leads_here = save.is_staged
+            self._reachable_step = save.step if self._leads_here else self._reachable_step
         self.untracked.follows_base = True
         before = self.base_step
         self.base_step = save.step
@@ -269,7 +267,7 @@ class Recorder(Participant):
         self.disk.base_taken(save, self.memory.number, leads=led)
 
         def durable(_: Any) -> None:
-            fine = not save.durable.cancelled() and save.durable.exception() is None
+            fine = not save.is_lost
             # The callback of another timeline: its step numbers mean other states.
             if self.memory.target is not target:
                 return

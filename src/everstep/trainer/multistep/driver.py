@@ -28,11 +28,18 @@ from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import MarkSnapshot, Saver
 from everstep.trainer.multistep.copies import WindowCopies
-from everstep.trainer.multistep.ending import VOID_MAX, BaseInProgress, EndAlone, StepMark
 from everstep.trainer.multistep.measurements import MultistepStats, device_event
 from everstep.trainer.multistep.partition import Partitioner
 from everstep.trainer.multistep.plan import WindowPlan, WindowPlanner, redo_bytes
-from everstep.trainer.multistep.window import Handover, Window, WindowVoid
+from everstep.trainer.multistep.window import (
+    VOID_MAX,
+    BaseInProgress,
+    EndAlone,
+    Handover,
+    StepMark,
+    Window,
+    WindowVoid,
+)
 from everstep.trainer.participant import BaseRequest, Mark, Participant, TrainingContext
 
 _log = logging.getLogger("everstep")
@@ -363,8 +370,7 @@ class MultistepDriver(Participant):
     def _is_taken(self, identity: ShardIdentity) -> bool:
         """Return True if the last window is of this step, and not lost."""
         last = self.last
-        base = (identity.timeline, identity.step)
-        return last is not None and (last.timeline, last.step) == base and not last.is_lost
+        return last is not None and last.is_of(identity) and not last.is_lost
 
     def _take_single_step(
         self, identity: ShardIdentity, survey: Survey | None = None, *, times_link: bool = False

@@ -123,9 +123,7 @@ class ScheduledSaver(Saver):
         if again is not None:
             self._context.channel.check()
             return again
-        last = self._last
-        base = (identity.timeline, identity.step)
-        same = last is not None and (last.timeline, last.step) == base
+        same = self._last is not None and self._last.is_of(identity)
         if not same or (self.last_is_in_memory and not request.in_memory):
             self.scheduler.end_step()
         return super().take(request)
@@ -153,10 +151,10 @@ class ScheduledSaver(Saver):
         """Make the parked capture of this step durable; return None if there is none."""
         with self._parking:
             save = self._newest
-            if save is None or (save.timeline, save.step) != (identity.timeline, identity.step):
+            if save is None or save.is_lost or not save.is_of(identity):
                 return None
-            if save.durable.done():  # it has failed
-                return None if save.durable.cancelled() or save.durable.exception() else save
+            if save.is_durable:
+                return save
             if save in self._persist_when_complete or not save.parked:
                 return save
             self.saves += 1

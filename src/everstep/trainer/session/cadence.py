@@ -27,8 +27,14 @@ from everstep.plan import Estimator, FailurePrior, checkfreq_interval, seldom, w
 from everstep.seams.progress import print_line
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base import Saver
-from everstep.trainer.budget import DAY_S, DayMeter, Forecast, LogLimits, budget_in_words
-from everstep.trainer.budget.disk import interval_steps_within
+from everstep.trainer.budget import (
+    DAY_S,
+    DayMeter,
+    Forecast,
+    LogLimits,
+    budget_in_words,
+    interval_steps_within,
+)
 from everstep.trainer.log import Recorder
 from everstep.trainer.participant import Mark, Participant, RestoredState, TrainingContext
 
@@ -343,7 +349,7 @@ class Cadence(Participant):
             return False
         self._in_flight = None
         slowed_s = self._slowed_s()
-        if save.durable.cancelled() or save.durable.exception() is not None:
+        if save.is_lost:
             return False
         keeper = self._keepers.stats
         before = self._seen

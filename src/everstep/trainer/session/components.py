@@ -22,8 +22,7 @@ from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.base import Saver
-from everstep.trainer.budget.disk import free_bytes
-from everstep.trainer.budget.host_memory import check_multistep_budget
+from everstep.trainer.budget import check_multistep_budget, free_bytes
 from everstep.trainer.checks import FirstBatches, require_replayable, require_replicable
 from everstep.trainer.job import RunPlace, refuse_single_base_with_peer
 from everstep.trainer.log import NonFiniteCheck, Recorder, warn_of_unsaved_residuals

@@ -24,16 +24,14 @@ from everstep.trainer.budget import (
     RUN_BYTES,
     Bounds,
     LogLimits,
+    MemoryPlan,
+    base_memory_bytes,
     bases_in_flight_max,
     bounds_of,
     budget_in_words,
     check_disk_budget,
-)
-from everstep.trainer.budget.disk import log_step_bytes
-from everstep.trainer.budget.host_memory import (
-    MemoryPlan,
-    base_memory_bytes,
     gradients_of,
+    log_step_bytes,
     mark_entries,
     mark_memory_bytes,
     peer_log_bytes,

@@ -7,7 +7,6 @@ replica, or it has stopped, the training process captures the base itself.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -19,7 +18,7 @@ from everstep.format import ShardIdentity
 from everstep.link import Save, complete
 from everstep.link.assembly import Samples
 from everstep.seams.processes import wait_all, wait_done
-from everstep.state.survey import Survey
+from everstep.state.survey import Survey, same_objects
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base import PreparedBase, Saver
@@ -116,7 +115,7 @@ class ReplicaBases(Participant):
         self._taken = save
 
         def ended(_: object) -> None:
-            if _failed(save):
+            if save.is_lost:
                 self._expected = False
 
         save.durable.add_done_callback(ended)
@@ -134,9 +133,11 @@ class ReplicaBases(Participant):
         last = self._last
         exact = exact or self._several
         assert keeper is not None
-        if self._taken is not None and _is_of(self._taken, identity):
-            return self._taken  # the replica begins with this very base
-        if last is not None and _is_of(last, identity) and (last in self._exact or not exact):
+        taken = self._taken
+        if taken is not None and taken.is_of(identity) and not taken.is_lost:
+            return taken  # the replica begins with this very base
+        serves = last is not None and last.is_of(identity) and not last.is_lost
+        if last is not None and serves and (last in self._exact or not exact):
             return last
         if self._several:
             self._limit_pending()
@@ -165,7 +166,7 @@ class ReplicaBases(Participant):
         Always False with several ranks, as all of them would have to capture it.
         """
         last = self._last
-        if self._several or last is None or not _failed(last):
+        if self._several or last is None or not last.is_lost:
             return False
         self._expected = False
         self._last = None
@@ -233,26 +234,10 @@ class ReplicaBases(Participant):
         tensors = survey.tensors
         names = [name for name, kind in kinds if kind in ("replayed", "static")]
         names = [n for n in names if tensors[n].is_cpu and tensors[n].is_contiguous()]
-        live = tuple(survey.tensors[name] for name in names)
-        same = len(live) == len(self._live) and all(map(operator.is_, live, self._live))
-        if self._check is None or prepared is not self._prepared or not same:
-            layouts = [
-                (shard.layout, offset)
-                for shard, offset in zip(prepared.shards, prepared.offsets, strict=True)
-            ]
+        live = tuple(tensors[name] for name in names)
+        same = prepared is self._prepared and same_objects(live, self._live)
+        if self._check is None or not same:
             self._prepared = prepared
             self._live = live
-            self._check = SpotCheck(layouts, survey.tensors, frozenset(names))
-        packed = self._check.packed(self._check.take())
-        return [Samples(width, where, values) for width, where, values in packed]
-
-
-def _is_of(save: Save, identity: ShardIdentity) -> bool:
-    """Return True if ``save`` is a base of the same step and has not failed."""
-    same = (save.timeline, save.step) == (identity.timeline, identity.step)
-    return same and not _failed(save)
-
-
-def _failed(save: Save) -> bool:
-    future = save.durable
-    return future.done() and (future.cancelled() or future.exception() is not None)
+            self._check = SpotCheck(prepared.layouts, tensors, frozenset(names))
+        return [Samples(*some) for some in self._check.packed(self._check.take())]
