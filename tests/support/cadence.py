@@ -86,7 +86,12 @@ class Run:
             self.recorder.stats.record_bytes += log_bytes
             self.recorder.memory.taken_bytes += log_bytes
             self.stats.log_bytes += log_bytes if self.recorder.disk.on else 0
-        self.cadence.step_ended()
+        self.mark()
+
+    def mark(self) -> None:
+        """A step mark is, of which the cadence reads nothing."""
+        nothing: Any = None
+        self.cadence.mark(nothing)
 
     def base(
         self, *, base_bytes: int = MB, persist_s: float = 3.0, cost_s: float = 2.0, **_: Any

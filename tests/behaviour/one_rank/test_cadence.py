@@ -158,7 +158,7 @@ def slowed(mtbf_s: float, *, beside: int, slow_s: float) -> Run:
             run.stats.committed += 1
             run.stats.persist_s += beside * 0.5
             under.durable.set_result(MB)
-        run.cadence.step_ended()
+        run.mark()
         under = None if left == 0 else under
         if run.cadence.due(step):
             run.bases.append(step)
@@ -614,7 +614,7 @@ def test_a_log_that_never_went_to_disk_is_held_for_what_it_would_write(
     """It was held because "0 bytes were written within a day"."""
     run = Run("logged", budget=Budget(write_bytes_per_day=1), log=LogOptions(to="disk"))
     run.recorder.stats.record_bytes = 1000
-    run.cadence.step_ended()
+    run.mark()
     (said,) = lines(capsys, "stays in memory")
     assert "0 bytes were written within a day, and the next segment of about" in said
 

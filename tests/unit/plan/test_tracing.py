@@ -1,4 +1,4 @@
-"""``plan/schedule/tracing.py``, ``plan/schedule/trace.py``: where a step is traced, and what is
+"""``plan/schedule/trace.py``: where a step is traced, and what is
 said of it."""
 
 from __future__ import annotations
@@ -242,18 +242,17 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("cap_bytes", [None, 600, 100])
-def test_buckets_are_as_torch_has_them(views: bool, cap_bytes: int | None) -> None:
+def test_buckets_are_as_torch_has_them(cap_bytes: int | None) -> None:
     """The real DistributedDataParallel on real tensors, operator by operator and byte by byte."""
     model, _ = normalised(4)
     x = torch.rand(4, 8)
     cap = {} if cap_bytes is None else {"bucket_cap_mb": cap_bytes / 2**20}
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views, **cap)
+    wrapped = DistributedDataParallel(model, **cap)
     real = trace_training(wrapped, sgd(wrapped.parameters()), lambda: wrapped(x).square().mean())
     with torch.device("meta"):
         model, loss = normalised(4)
-        buckets = Buckets(model, 2, bucket_bytes=cap_bytes, views=views)
+        buckets = Buckets(model, 2, bucket_bytes=cap_bytes)
         dry = trace_training(model, sgd(model.parameters()), loss, parallel=buckets)
     assert difference(_unsent(real), _unsent(dry)) is None
     reduced = [o for o in dry.operators if o.name == "c10d::allreduce_"]

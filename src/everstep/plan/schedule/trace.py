@@ -52,7 +52,6 @@ class Buckets:
         ranks: number of ranks, at least 2.
         bucket_bytes: ``bucket_cap_mb`` of DistributedDataParallel, in bytes. None: its default, a
             first bucket of 1 MiB and others of 25 MiB.
-        views: ``gradient_as_bucket_view`` of DistributedDataParallel.
 
     Raises:
         OptionError: fewer than 2 ranks.
@@ -67,7 +66,6 @@ class Buckets:
         ranks: int,
         *,
         bucket_bytes: int | None = None,
-        views: bool = False,
     ) -> None:
         if ranks < 2:
             raise OptionError(f"{ranks} ranks have nothing to reduce", hint="at least 2 ranks")
@@ -75,14 +73,13 @@ class Buckets:
             raise UnavailableError("this torch has no torch.distributed, which cuts the buckets")
         self._model = model
         self._ranks = ranks
-        self._views = views
         self._limits = list(_BUCKETS_BYTES) if bucket_bytes is None else [bucket_bytes]
         self._came: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._of: dict[Tensor, _Bucket] = {}
         self._next = 0
         self._begun = False
-        self._launch: _Launch = _nothing
+        self._launch: _Launch  # set by attach()
 
     def attach(self, launch: _Launch) -> Callable[[], None]:
         """Register the hooks; return a function that removes them."""
@@ -122,8 +119,6 @@ class Buckets:
         if not self._buckets:
             self._cut()
             return
-        if self._views:
-            return  # the gradients are the buckets
         for bucket in self._buckets:
             for parameter, place in zip(bucket.parameters, bucket.places, strict=True):
                 assert parameter.grad is not None
@@ -152,8 +147,6 @@ class Buckets:
         view = bucket.memory[place].view_as(parameter)
         with torch.no_grad():
             torch.mul(gradient, 1 / self._ranks, out=view)
-        if self._views:
-            parameter.grad = view
         bucket.missing -= 1
         # In the order of buckets: all ranks must issue the same collectives in the same order.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
@@ -180,10 +173,6 @@ def _copy_back(flat: Tensor, buffers: Sequence[Tensor]) -> None:
     parts = torch.split(flat, [buffer.numel() for buffer in buffers])
     for buffer, part in zip(buffers, parts, strict=True):
         buffer.copy_(part.view_as(buffer))
-
-
-def _nothing(name: str, tensors: Sequence[Tensor], ranks: int) -> None:
-    pass
 
 
 def trace_training(

@@ -33,7 +33,6 @@ from everstep.tiers import storage_errors
 from everstep.trainer.attach.attach import attach, is_there, orphaned_by_move, orphaned_state
 from everstep.trainer.attach.keeper import Keeper, Service, ThreadKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.attach.requests import ignore_if_lost
 from everstep.trainer.attach.terms import KeeperTerms
 
 if TYPE_CHECKING:
@@ -475,10 +474,15 @@ class Keepers:
             self._fence.check()
         self.open()
         assert self._remote is not None
-        with ignore_if_lost(self._remote):  # if it is lost, too, the next call replaces it
+        try:
             self._remote.settle(self.terms.timeout_s)  # it may still write our captures
             if job_session is not None:  # at the address that other ranks know
                 self.listen(*job_session.peers[job_session.rank])
+        except KeeperError:
+            # If it is lost, too, the next call replaces it. One that is not marked lost has refused
+            # something: that is a real error.
+            if self._remote.lost is None:
+                raise
         self.attempts.replaced += 1
         again_there = job_session and dataclasses.replace(job_session, again=True, lost=steps)
         self.serve(timeline, job_session=again_there, opened=False)

@@ -97,11 +97,8 @@ class PreparedBase:
     ends: Mapping[str, int]
     _tensors: Mapping[str, torch.Tensor] | None = None  # of the last survey
     _gated_tensors: tuple[torch.Tensor, ...] = ()
-    _gated_batches: tuple[Batch, ...] = ()
     _marked_tensors: tuple[torch.Tensor, ...] = ()
     _marked_batches: tuple[Batch, ...] = ()
-    _check: SpotCheck | None = None
-    _versions: Versions | None = None
     _copies: PlannedCopies | None = None
     _owned: dict[str | None, frozenset[str]] = field(default_factory=dict)
 
@@ -137,38 +134,20 @@ class PreparedBase:
             identity = replace(identity, behind_mark=True)
         return BasePlan(identity, self.shards, self.kinds)
 
-    def gated_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
-        """Return the copies that may run after the step mark, in file order."""
-        self._follow(tensors)
-        return self._gated_batches
-
     def copies(self, tensors: Mapping[str, torch.Tensor]) -> PlannedCopies:
         """Return the copies that may run after the step mark, with gates and checks."""
-        gated = self.gated_batches(tensors)
-        # By identity: new batches mean that samples and counters refer to other tensors.
-        if self._copies is None or self._copies.batches is not gated:
-            check = self.spot_check(tensors) if gated else None
-            versions = self.versions(tensors) if gated else None
-            self._copies = PlannedCopies(gated, self.ends, check, versions)
+        self._follow(tensors)
+        if self._copies is None:
+            # A dict: ordered, so that the same entry is named in each process.
+            names = dict.fromkeys(self.gated)
+            batches = Runs(self._batches(tensors, frozenset(self.gated)))
+            self._copies = PlannedCopies.of(batches, self.ends, self.layouts, tensors, names)
         return self._copies
 
     def marked_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
         """Return the copies that must be made at the step mark."""
         self._follow(tensors)
         return self._marked_batches
-
-    def spot_check(self, tensors: Mapping[str, torch.Tensor]) -> SpotCheck:
-        """Return the spot check of the gated entries; call :meth:`gated_batches` before."""
-        if self._check is None:
-            self._check = SpotCheck(self.layouts, tensors, frozenset(self.gated))
-        return self._check
-
-    def versions(self, tensors: Mapping[str, torch.Tensor]) -> Versions:
-        """Return the version counters of the gated entries."""
-        self._follow(tensors)
-        if self._versions is None:
-            self._versions = Versions({name: tensors[name] for name in self.gated})
-        return self._versions
 
     def _follow(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Plan the copies again where tensors were replaced.
@@ -178,12 +157,9 @@ class PreparedBase:
             return
         gated = tuple(tensors[name] for name in self.gated)
         if not same_objects(gated, self._gated_tensors):
-            # Cleared first and set last: an interrupt in between must not leave a plan that is
-            # taken for one of the new tensors.
-            self._gated_tensors = ()
-            self._check = None
-            self._versions = None
-            self._gated_batches = Runs(self._batches(tensors, frozenset(self.gated)))
+            # Cleared first: an interrupt in between must not leave a plan that is taken for one of
+            # the new tensors.
+            self._copies = None
             self._gated_tensors = gated
         marked = tuple(tensors[name] for name in self.marked)
         if not same_objects(marked, self._marked_tensors):

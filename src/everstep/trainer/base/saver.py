@@ -326,8 +326,7 @@ class Saver(Participant):
         return self._prepared
 
     def _persist_now(self, plan: BasePlan, survey: Survey, save: Save, *, show: bool) -> None:
-        start_s = self._clock.monotonic_s()
-        try:
+        with self.stalled("persist"):
             assert self._service is not None
             keeper = self._service.thread
             assert keeper is not None
@@ -344,8 +343,6 @@ class Saver(Participant):
             ]
             keeper.persist(plan, bodies, save, show=show)
             save.staged.set_result(None)
-        finally:
-            self.stall_s["persist"] += self._clock.monotonic_s() - start_s
 
     def _capture(self, prepared: PreparedBase, plan: BasePlan, survey: Survey, save: Save) -> None:
         """Begin to copy the state into the arena; copy now the entries that may change now."""

@@ -3,8 +3,8 @@
 Runs in the training process. The modules are independent of each other:
 
 - ``keeper_replay``: refuses states whose updates a keeper cannot repeat.
-- ``training_loop``: warns of optimizers and schedulers that are not part of the state, and when
-  ``ckpt.step()`` is called before the step is complete.
+- ``training_loop``: warns of optimizers, schedulers and compressors that are not part of the state,
+  and when ``ckpt.step()`` is called before the step is complete.
 - ``first_batches``: warns of lost data and random numbers after a resume.
 """
 
@@ -19,6 +19,8 @@ from everstep.trainer.checks.training_loop import (
     PendingScalers,
     UntrackedOptimizers,
     UntrackedSchedulers,
+    residual_bytes,
+    warn_of_unsaved_residuals,
 )
 
 __all__ = [
@@ -29,5 +31,7 @@ __all__ = [
     "UntrackedSchedulers",
     "require_replayable",
     "require_replicable",
+    "residual_bytes",
+    "warn_of_unsaved_residuals",
     "why_inexact",
 ]

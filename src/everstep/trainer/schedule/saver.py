@@ -185,9 +185,8 @@ class ScheduledSaver(Saver):
         assert service is not None
         assert pool is not None
         tensors = survey.tensors
-        prepared.gated_batches(tensors)  # the spot check needs them planned
         # The scheduler's gate knows what each update changes, so the base class gets no gate.
-        copies = PlannedCopies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
+        copies = PlannedCopies((), {}, prepared.copies(tensors).check)
         room = self.acquire(prepared, survey)
         with pool.releasing(room):
             block = pool.block(room)

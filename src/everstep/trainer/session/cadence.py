@@ -278,11 +278,6 @@ class Cadence(Participant):
         left = interval if due else interval - since
         return due, min(left, ASK_EVERY) if left > 0 else ASK_EVERY
 
-    def mark(self, mark: Mark) -> bool:
-        """Measure the step that has ended."""
-        self.step_ended()
-        return False
-
     def figures(self) -> Mapping[str, Any]:
         """Return the interval, what it follows from, and what it costs."""
         return {
@@ -292,8 +287,8 @@ class Cadence(Participant):
             "forecast_bytes_per_day": None if self.forecast is None else self.forecast.total_bytes,
         }
 
-    def step_ended(self) -> None:
-        """Measure a step that has ended, and review the choices from time to time."""
+    def mark(self, mark: Mark) -> bool:
+        """Measure the step that has ended, and review the choices from time to time."""
         now_s = self._clock.monotonic_s()
         stall_s = sum(self._saver.stall_s.values())
         if self._last_s is not None:
@@ -316,6 +311,7 @@ class Cadence(Participant):
             if self._options.every.auto:
                 self._choose()
             self._forecast_day()
+        return False
 
     # --- Measurements -------------------------------------------------------------------
 

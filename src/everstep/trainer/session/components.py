@@ -17,15 +17,20 @@ from everstep.link.recordable import refuse_optimizers
 from everstep.state.ranks import refuse_divergent_updates
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
-from everstep.tiers import PeerOptions, TierOptions
+from everstep.tiers import PeerOptions
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.base import Saver
 from everstep.trainer.budget import check_multistep_budget, free_bytes
-from everstep.trainer.checks import FirstBatches, require_replayable, require_replicable
+from everstep.trainer.checks import (
+    FirstBatches,
+    require_replayable,
+    require_replicable,
+    warn_of_unsaved_residuals,
+)
 from everstep.trainer.job import RunPlace, refuse_single_base_with_peer
-from everstep.trainer.log import NonFiniteCheck, Recorder, warn_of_unsaved_residuals
+from everstep.trainer.log import NonFiniteCheck, Recorder
 from everstep.trainer.multistep import MultistepDriver, replayable_gradient_bytes, window_end
 from everstep.trainer.participant import BaseSource, Participant, TrainingContext
 from everstep.trainer.schedule import ScheduledSaver
@@ -102,7 +107,6 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     seams = place.seams
     job = place.job
     peers = place.peers
-    places = place.tiers
     if not options.method.in_memory:
         refuse_single_base_with_peer(peers, state.ranks, options.keep)
     footprint = Footprint.of(options, place, state)
@@ -132,7 +136,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     recorder = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
-        _refuse_lossy_replicas(state, peers, places, options.method.log)
+        _refuse_lossy_replicas(state, place, options.method.log)
         limits = limits.on_disk(
             options,
             options.keep + footprint.bounds.beside,
@@ -187,12 +191,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     return components
 
 
-def _refuse_lossy_replicas(
-    state: State,
-    peers: PeerOptions | None,
-    places: Sequence[TierOptions],
-    log: str = "dense",
-) -> None:
+def _refuse_lossy_replicas(state: State, place: RunPlace, log: str) -> None:
     """Refuse lossy logs of parameters that several ranks hold.
 
     After a recovery, one rank would continue from lossy gradients and another from exact gradients
@@ -201,7 +200,7 @@ def _refuse_lossy_replicas(
     Raises:
         OptionError: Several ranks record the same elements, and their log is lossy.
     """
-    forms = [place.log for place in places] + ([] if peers is None else [peers.log])
+    forms = [one.log for one in (*place.tiers, place.peers) if one is not None]
     where = 'log="adaptive" in tiers='
     instead = 'log="whole" in TierOptions and PeerOptions'
     if log == "adaptive" and state.ranks.world > 1:

@@ -38,9 +38,8 @@ from everstep.trainer.budget import (
     plan_memory,
     shape_after_first_update,
 )
-from everstep.trainer.checks import why_inexact
+from everstep.trainer.checks import residual_bytes, why_inexact
 from everstep.trainer.job import RunPlace, memory_notice, peer_notice
-from everstep.trainer.log import residual_bytes
 
 _MARKED_MIN_BYTES = 1 << 20
 _PLAIN_SHARE = 10  # of gradients; less plain data is not worth a word

@@ -75,7 +75,8 @@ class Session:
         components: what the method of the Checkpointer needs.
         place: run folder, ranks and places for copies.
         preemption: signals that announce the end of the job.
-        calls: calls of other threads.
+        calls: calls of other threads, which are refused from the exit on. A daemon thread that
+            keeps training would take base after base, and each would be waited for.
 
     Attributes:
         at: step and timeline of training.
@@ -100,7 +101,9 @@ class Session:
         self._clock = place.seams.clock
         self.keeper: Keeper | None = None
         self._base_due = False
-        self._closing = Closing(self, calls)
+        self._calls = calls
+        self._at_exit: Callable[[], None] | None = None
+        self._last: Save | None = None  # taken by close()
         preemption.install()
         self.is_open = True
 
@@ -157,7 +160,7 @@ class Session:
         self.parts.start(service.beginning_at(self.at.step, self.parts.state.exact, seen))
         # Last: after an interrupt before this line, the next call repeats the whole method.
         self.keeper = service.keeper
-        self._closing.arm(service.keeper)
+        self._finish_at_exit(service.keeper)
 
     def _ready(self) -> None:
         """Raise what has failed in the background; begin a timeline, or replace a lost keeper."""
@@ -302,16 +305,12 @@ class Session:
 
     # --- The end ------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Take a last base if state would be lost otherwise, wait for it, and release all."""
-        self._closing.close()
-
     def release(self, *, stay: bool = False) -> None:
         """Release everything; the keeper may ``stay`` with its memory."""
         # First: a call of another thread, or of a signal handler, must find it closed.
         self.is_open = False
         self.parts.state.close()
-        self._closing.disarm()
+        self._disarm()
         self.preemption.close()
         self.parts.close(stay=stay)
 
@@ -331,31 +330,15 @@ class Session:
         """Return the costs and results of checkpointing so far."""
         return stats_of(self.at.step, self.parts.keepers, self.parts.participants)
 
-
-class Closing:
-    """End of a session, by ``close()`` or at the exit of the process.
-
-    Args:
-        session: session to end.
-        calls: calls of other threads, which are refused from the exit on. A daemon thread that
-            keeps training would take base after base, and each would be waited for.
-    """
-
-    def __init__(self, session: Session, calls: CallGuard) -> None:
-        self._session = session
-        self._calls = calls
-        self._at_exit: Callable[[], None] | None = None
-        self._last: Save | None = None  # taken by close()
-
     # --- At the exit of the process -----------------------------------------------------
 
-    def arm(self, keeper: Keeper) -> None:
+    def _finish_at_exit(self, keeper: Keeper) -> None:
         """Finish ``keeper`` at the exit of this process, if close() is not called before."""
-        self.disarm()
+        self._disarm()
         # Nothing here may refer to the session: one that is dropped must not live until the exit,
         # or its signal handlers would.
         calls = self._calls
-        abandon = self._session.watch.abandon
+        abandon = self.watch.abandon
 
         def end_training() -> None:
             calls.last()
@@ -363,16 +346,16 @@ class Closing:
 
         self._at_exit = partial(
             finish_at_exit,
-            self._session.parts,
+            self.parts,
             keeper,
             end_training,
             os.getpid(),
             sys.stderr,
-            stay=self._session.keeper_is_needed,
+            stay=self.keeper_is_needed,
         )
         atexit.register(self._at_exit)
 
-    def disarm(self) -> None:
+    def _disarm(self) -> None:
         """Do nothing at exit."""
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
@@ -387,19 +370,18 @@ class Closing:
         Raises:
             EverstepError: An operation in the background has failed, and the policy is to raise.
         """
-        session = self._session
         failed = list[EverstepError]()
         stay = False
         completed = False
         try:
             stay = self._take_last(failed)
-            self._wait(failed)
-            _report_lost_steps(session, failed)
+            self._wait_until_over(failed)
+            _report_lost_steps(self, failed)
             completed = True
         finally:
             # Also after an interrupt: the keeper must then keep what is on no disk.
             stay = stay or self._must_stay(completed=completed)
-            session.release(stay=stay)
+            self.release(stay=stay)
         _raise_first(failed)
 
     def _take_last(self, failed: list[EverstepError]) -> bool:
@@ -410,25 +392,24 @@ class Closing:
         Returns:
             True if the keeper must stay, since nothing else has that state.
         """
-        session = self._session
-        parts = session.parts
-        if session.keeper is None:  # no timeline was opened, or an interrupt came while it was
-            return session.at.timeline > 0
-        session.consensus.flush_errors()
+        parts = self.parts
+        if self.keeper is None:  # no timeline was opened, or an interrupt came while it was
+            return self.at.timeline > 0
+        self.consensus.flush_errors()
         self._persist_parked(failed)
         # The live state is that of no step, so a base of it would be wrong.
-        if session.starter.live_state.is_mixed:
+        if self.starter.live_state.is_mixed:
             return False
-        survey = session.watch.survey_at_mark
+        survey = self.watch.survey_at_mark
         if parts.saver.last_is_in_memory:
             return self._save_memory_base(survey, failed)
-        step = session.at.step
+        step = self.at.step
         lacking = [one for one in parts.participants if one.lacks_base_of(step)]
         if not lacking or any(one.refuses_last_base(step) for one in lacking):
             return False
         if survey is None:
-            return _stays_for_log(parts.run, step, parts.options, session.keeper)
-        self._take(survey, failed)
+            return _stays_for_log(parts.run, step, parts.options, self.keeper)
+        self._take_last_base(survey, failed)
         return False
 
     def _persist_parked(self, failed: list[EverstepError]) -> None:
@@ -437,14 +418,14 @@ class Closing:
         The loss of the keeper is no failure yet if a base can still be taken: the next wait reports
         it and takes one.
         """
-        saver = self._session.parts.saver
+        saver = self.parts.saver
         if not saver.parks:
             return
         try:
             saver.finish_captures()
             saver.persist_parked()
         except EverstepError as error:
-            if not (self._session.watch.is_at_a_step and saver.is_keeper_loss(error)):
+            if not (self.watch.is_at_a_step and saver.is_keeper_loss(error)):
                 failed.append(error)
 
     def _save_memory_base(self, survey: Survey | None, failed: list[EverstepError]) -> bool:
@@ -458,38 +439,37 @@ class Closing:
             True if the keeper must stay because no base was written. Prints a message then.
         """
         if survey is not None:
-            return not self._take(survey, failed) or bool(failed)
+            return not self._take_last_base(survey, failed) or bool(failed)
         print_line(
-            f"everstep: {self._session.parts.run}: no last base is taken: the state was changed "
+            f"everstep: {self.parts.run}: no last base is taken: the state was changed "
             "since the last step (close() before the change takes one). The newest base stays in "
             "the keeper's memory for a while: resume within that time"
         )
         return True
 
-    def _take(self, survey: Survey, failed: list[EverstepError]) -> bool:
+    def _take_last_base(self, survey: Survey, failed: list[EverstepError]) -> bool:
         """Take the last base; return True if it was started, else add the failure to ``failed``."""
         try:
-            self._last = self._session.take(survey, show=True)
+            self._last = self.take(survey, show=True)
         except EverstepError as error:
             failed.append(error)
             return False
         return True
 
-    def _wait(self, failed: list[EverstepError]) -> None:
+    def _wait_until_over(self, failed: list[EverstepError]) -> None:
         """Wait until everything is durable or has failed; add the failures to ``failed``.
 
         One failed base is no reason to abandon the next ones.
         """
-        session = self._session
         while True:
             try:
-                session.wait(None)
+                self.wait(None)
                 if not self._retake_failed_base(failed):
                     return
             except EverstepError as error:
                 failed.append(error)
                 # Another wait would last as long, for the same storage or keeper.
-                if isinstance(error, DeadlineError) or session.parts.keepers.unavailable:
+                if isinstance(error, DeadlineError) or self.parts.keepers.unavailable:
                     return
 
     def _retake_failed_base(self, failed: list[EverstepError]) -> bool:
@@ -500,10 +480,10 @@ class Closing:
         Returns:
             True if a base was started.
         """
-        if not any(one.forget_failed_base() for one in self._session.parts.participants):
+        if not any(one.forget_failed_base() for one in self.parts.participants):
             return False
-        survey = self._session.watch.survey_at_mark
-        return survey is not None and self._take(survey, failed)
+        survey = self.watch.survey_at_mark
+        return survey is not None and self._take_last_base(survey, failed)
 
     def _must_stay(self, *, completed: bool) -> bool:
         """Return True if the keeper must keep running.
@@ -514,15 +494,14 @@ class Closing:
         Args:
             completed: True if ``close()`` was not interrupted.
         """
-        session = self._session
         # Another rank may lack a base that is not durable, and its keeper stays with its log. A
         # resume of all ranks needs this rank's log, too.
         lost = self._last is not None and not self._last.is_durable
-        if session.keeper_is_needed and (lost or not completed):
+        if self.keeper_is_needed and (lost or not completed):
             return True
-        if not any(one.holds_steps for one in session.parts.participants):
+        if not any(one.holds_steps for one in self.parts.participants):
             return False
-        return _report_log_holder(session.keeper, f"{session.parts.run}: no last base", sys.stderr)
+        return _report_log_holder(self.keeper, f"{self.parts.run}: no last base", sys.stderr)
 
 
 def wait_for_bases(components: Components, keeper: Keeper, timeout_s: float | None) -> None:

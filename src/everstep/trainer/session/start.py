@@ -18,8 +18,8 @@ from everstep.run import TimelineCache
 from everstep.run.folder import open_timeline, refuse_unresumed
 from everstep.seams.fingerprint import computed_on, device_types
 from everstep.tiers import storage_errors
+from everstep.trainer.checks import warn_of_unsaved_residuals
 from everstep.trainer.job import RunPlace, resume_as_job_of_one, with_source
-from everstep.trainer.log import warn_of_unsaved_residuals
 from everstep.trainer.session.components import Components
 
 
