@@ -187,14 +187,13 @@ def _attach_over(
         "idle": idle,
     }
     try:
-        received = None
         try:
             connection.send(hello)
             received = connection.receive(timeout_s)
         except KeeperTimeoutError:  # it hangs, which is an error
             raise
         except KeeperError:  # it has just ended: the caller tries again
-            pass
+            received = None
         if received is None:
             connection.close()
             return None
@@ -209,27 +208,27 @@ def _attach_over(
             # says.
             pid = connection.peer().pid
             return RemoteKeeper(
-                connection,
-                arena,
-                pid,
-                channel,
-                clock,
-                timeout_s=timeout_s,
-                participants=participants,
+                connection, arena, pid, channel, clock, participants, timeout_s=timeout_s
             )
         if message.get("error") is not None:
             raise error_from_wire(message["error"])
         if not idle:
-            # Another protocol version: it makes its bases durable, and closes the connection.
-            # It does so after its registration has ended: before that no new keeper can start.
-            connection.send({"kind": "stop"})
-            while connection.receive(timeout_s) is not None:
-                pass
+            _end_other_version(connection, timeout_s)
         connection.close()
         return None
     except EverstepError:
         connection.close()
         raise
+
+
+def _end_other_version(connection: Connection, timeout_s: float) -> None:
+    """Let a keeper of another protocol version make its bases durable; wait until it ends.
+
+    It closes the connection after its registration has ended: before that no new keeper can start.
+    """
+    connection.send({"kind": "stop"})
+    while connection.receive(timeout_s) is not None:
+        pass
 
 
 # --- Keepers that serve no rank of this job -------------------------------------------

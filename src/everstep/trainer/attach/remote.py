@@ -156,9 +156,9 @@ class RemoteKeeper:
         pid: int,
         channel: BackgroundChannel,
         clock: Clock,
+        participants: Sequence[Participant] = (),
         *,
         timeout_s: float,
-        participants: Sequence[Participant] = (),
     ) -> None:
         self._participants = participants
         self.arena = arena

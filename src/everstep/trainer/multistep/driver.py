@@ -248,7 +248,7 @@ class MultistepDriver(Participant):
         self.ended = None
         if self.end.shared or window is None or not window.is_void:
             return False
-        if mark is None or not mark.holds(self._state):
+        if mark is None or not mark.snapshot.holds(self._state.survey()):
             return False
         self.end.again = None
         self._saver.take(BaseRequest(mark.identity, None, False))
@@ -507,7 +507,8 @@ class MultistepDriver(Participant):
         of the mark."""
         mark = self.end.mark
         try:
-            if mark is not None and (self.copies.update_under_way or not mark.holds(self._state)):
+            under_way = self.copies.update_under_way
+            if mark is not None and (under_way or not mark.snapshot.holds(self._state.survey())):
                 mark = None
         except EverstepError as error:  # not raised: the other ranks wait for a reply
             _log.warning("%s", error)

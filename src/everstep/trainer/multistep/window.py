@@ -29,15 +29,13 @@ from everstep.errors import EverstepError, StateError
 from everstep.format import BasePlan, ShardIdentity
 from everstep.format.log import RecordHead
 from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperparameters
-from everstep.link import Save, fail
 from everstep.link.assembly import Assembly, FuzzyParts, PartialUpdate
 from everstep.link.capture import Capture
 from everstep.link.pool import Block, CapturePool
-from everstep.link.save import copy_outcome
+from everstep.link.save import Save, copy_outcome, fail
 from everstep.seams import failpoint
 from everstep.state.layout import ShardLayout
 from everstep.state.survey import Shape, Survey
-from everstep.state.training_state import State
 from everstep.state.values.tensors import host_bytes, tensor_entry
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base import MarkSnapshot
@@ -392,10 +390,6 @@ class StepMark:
 
     identity: ShardIdentity
     snapshot: MarkSnapshot
-
-    def holds(self, state: State) -> bool:
-        """Return True if the state is unchanged since the mark."""
-        return self.snapshot.holds(state.survey())
 
 
 @dataclass(slots=True)
