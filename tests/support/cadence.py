@@ -117,7 +117,7 @@ class Run:
             "state_bytes": MB,
             "write_bytes_per_s": MB / 3.0,
             "replay_s": 0.5 * REPLAY_SHARE,
-            "mtbf_s": self.cadence.mtbf_s,
+            "mtbf_s": self.cadence.figures()["mtbf_s"],
             "step_s": 0.5,
             "base_cost_s": 2.0,
         }

@@ -107,8 +107,9 @@ class MultistepDriver(Participant):
         self.stats.deferred += 1
 
     def go_back(self) -> None:
-        """Abandon the base in progress: its steps are undone."""
-        self.drop("training goes back")
+        """Abandon the base in progress, on all ranks: its steps are undone."""
+        self.end.restart()
+        self._drop_window("training goes back")
 
     def figures(self) -> Mapping[str, Any]:
         """Return the statistics of all windows."""
@@ -258,11 +259,6 @@ class MultistepDriver(Participant):
         """Return True for a torn gradient: the user was warned of it already."""
         return error is self.copies.reported
 
-    def drop(self, why: str) -> None:
-        """Abandon the base in progress: training goes back to an earlier step, on all ranks."""
-        self.end.restart()
-        self._drop_window(why)
-
     # --- At updates ---------------------------------------------------------------------
 
     def gate_update(self, optimizer: str | None) -> None:
@@ -359,7 +355,7 @@ class MultistepDriver(Participant):
         try:
             survey = self._state.survey()
             prepared = self._saver.prepare_base(survey, identity)
-            self.planner.ahead(prepared, survey.tensors, pool, waits=self.copies.waits)
+            self.planner.next(prepared, survey.tensors, pool, waits=self.copies.waits, ahead=True)
         except EverstepError as error:  # the base will report it
             _log.debug("the next base was not planned ahead: %s", error)
 

@@ -187,16 +187,6 @@ class Cadence(Participant):
         self._forecasts = recorder is not None or options.every != Every()
         self.forecast: Forecast | None = None
 
-    @property
-    def step_s(self) -> float | None:
-        """Measured seconds of a step without the cost of bases; None before the first."""
-        return self._estimator.step_s
-
-    @property
-    def mtbf_s(self) -> float:
-        """Estimated seconds of training between two failures."""
-        return self._estimator.mtbf_s
-
     def restored(self, restored: RestoredState) -> None:
         """Continue from a restored state; count failures if this process has not trained before."""
         resumed = restored.resumed
@@ -282,8 +272,8 @@ class Cadence(Participant):
         """Return the interval, what it follows from, and what it costs."""
         return {
             "interval_steps": self.interval_steps,
-            "step_s": self.step_s,
-            "mtbf_s": self.mtbf_s,
+            "step_s": self._estimator.step_s,
+            "mtbf_s": self._estimator.mtbf_s,
             "forecast_bytes_per_day": None if self.forecast is None else self.forecast.total_bytes,
         }
 
