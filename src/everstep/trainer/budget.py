@@ -43,7 +43,7 @@ from everstep.state.layout.entries import is_reserved
 from everstep.state.layout.shards import plan_shards
 from everstep.state.providers import ModuleProvider, OptimizerProvider, local_optimizer
 from everstep.state.ranks import RankInfo
-from everstep.state.survey import Shape
+from everstep.state.survey import Shape, drift_bytes
 from everstep.state.training_state import State
 from everstep.state.values.objects import join_path
 from everstep.state.values.tensors import local_tensor, tensor_entry
@@ -582,9 +582,6 @@ def _kept(
 _RECORD_BYTES = 1024  # size of a marker for one file; about 450 bytes are used
 RUN_BYTES = 8192
 """Bytes of the run folder without bases and log: ``run.json`` and a few timelines."""
-# Growth of encoded objects before a base is planned again.
-_DRIFT_BYTES = 4096
-_DRIFT_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,7 +627,7 @@ def _base_bytes(shape: Shape, ranks: RankInfo) -> int:
     files = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes)
     # A layout is used again while objects grow by less than this (state/survey.py), so a
     # base may exceed its plan.
-    drift = sum(max(_DRIFT_BYTES, n // _DRIFT_SHARE) for n in shape.objects_bytes.values())
+    drift = sum(map(drift_bytes, shape.objects_bytes.values()))
     marker = _RECORD_BYTES * max(1, len(files))
     # The marker, and the manifest, which contains the markers of all ranks.
     return sum(file.size_bytes for file in files) + drift + (2 + ranks.world) * marker

@@ -300,12 +300,11 @@ def _recalled(
     That is the case if there is none, or it is ending, or serves a training process that is alive.
     """
     channel = BackgroundChannel("warn", seams.clock, progress_timeout_s=timeout_s)
+    connection: Connection | None = None
     keeper = None
     try:
-        try:
+        with contextlib.suppress(KeeperTimeoutError):  # there is none
             connection = connect(info.key, timeout_s=0.0)
-        except KeeperTimeoutError:
-            connection = None
         if connection is not None:
             with _name_keeper(info.key):
                 keeper = _attach_over(

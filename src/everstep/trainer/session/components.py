@@ -200,7 +200,9 @@ def _refuse_lossy_replicas(state: State, place: RunPlace, log: str) -> None:
     Raises:
         OptionError: Several ranks record the same elements, and their log is lossy.
     """
-    forms = [one.log for one in (*place.tiers, place.peers) if one is not None]
+    forms = [tier.log for tier in place.tiers]
+    if place.peers is not None:
+        forms.append(place.peers.log)
     where = 'log="adaptive" in tiers='
     instead = 'log="whole" in TierOptions and PeerOptions'
     if log == "adaptive" and state.ranks.world > 1:
