@@ -211,15 +211,6 @@ def check_multistep_budget(
         )
 
 
-def log_budget_bytes(arena_bytes: int, state_bytes: int) -> int:
-    """Return the share of the arena for the gradient log.
-
-    It is the space that two bases leave (the old one stays until the new one is durable), and at
-    least half of the space that one base leaves.
-    """
-    return max(arena_bytes - 2 * state_bytes, (arena_bytes - state_bytes) // 2)
-
-
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]:
     """Return the number of parameter elements on this rank, and the bytes of all gradients."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -373,9 +364,13 @@ class LogLimits:
 
     @classmethod
     def of(cls, host_bytes: int, arena_bytes: int, state_bytes: int) -> LogLimits:
-        """Return the limits of a log in an arena of this size, without a disk."""
+        """Return the limits of a log in an arena of this size, without a disk.
+
+        It gets the space that two bases leave (the old one stays until the new one is durable), and
+        at least half of the space that one base leaves.
+        """
         return cls(
-            memory_bytes=log_budget_bytes(arena_bytes, state_bytes),
+            memory_bytes=max(arena_bytes - 2 * state_bytes, (arena_bytes - state_bytes) // 2),
             host_bytes=host_bytes,
             arena_bytes=arena_bytes,
             state_bytes=state_bytes,
@@ -450,7 +445,7 @@ class LogLimits:
         """
         if not self.arena_bytes:
             return None
-        # Inverse of log_budget_bytes(): the smaller arena for which one of its two terms reaches
+        # Inverse of of(): the smaller arena for which one of its two terms reaches
         # log_bytes.
         arena_bytes = min(log_bytes + 2 * self.state_bytes, 2 * log_bytes + self.state_bytes + 1)
         return -(-self.host_bytes * arena_bytes // self.arena_bytes)

@@ -15,6 +15,7 @@ from torch import Tensor, library, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import OptionError, UnsupportedStateError
+from everstep.plan.schedule import trace as trace_module
 from everstep.plan.schedule.schedule import Mode, problem_of, schedule
 from everstep.plan.schedule.steps import (
     WAIT,
@@ -243,7 +244,9 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("cap_bytes", [None, 600, 100])
-def test_buckets_are_as_torch_has_them(cap_bytes: int | None) -> None:
+def test_buckets_are_as_torch_has_them(
+    cap_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real DistributedDataParallel on real tensors, operator by operator and byte by byte."""
     model, _ = normalised(4)
     x = torch.rand(4, 8)
@@ -252,7 +255,9 @@ def test_buckets_are_as_torch_has_them(cap_bytes: int | None) -> None:
     real = trace_training(wrapped, sgd(wrapped.parameters()), lambda: wrapped(x).square().mean())
     with torch.device("meta"):
         model, loss = normalised(4)
-        buckets = Buckets(model, 2, bucket_bytes=cap_bytes)
+        if cap_bytes is not None:
+            monkeypatch.setattr(trace_module, "_BUCKETS_BYTES", (cap_bytes,))
+        buckets = Buckets(model, 2)
         dry = trace_training(model, sgd(model.parameters()), loss, parallel=buckets)
     assert difference(_unsent(real), _unsent(dry)) is None
     reduced = [o for o in dry.operators if o.name == "c10d::allreduce_"]

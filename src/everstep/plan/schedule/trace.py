@@ -39,6 +39,7 @@ from everstep.errors import EverstepError, OptionError, UnavailableError, Unsupp
 from everstep.plan.schedule.recorder import Recorder
 from everstep.plan.schedule.steps import HALF, Kind, StepTrace, difference
 
+# The defaults of DistributedDataParallel for the first bucket and for all others.
 _BUCKETS_BYTES = (1 << 20, 25 << 20)
 
 _Launch = Callable[[str, Sequence[Tensor], int], None]
@@ -50,8 +51,6 @@ class Buckets:
     Args:
         model: the model, not wrapped.
         ranks: number of ranks, at least 2.
-        bucket_bytes: ``bucket_cap_mb`` of DistributedDataParallel, in bytes. None: its default, a
-            first bucket of 1 MiB and others of 25 MiB.
 
     Raises:
         OptionError: fewer than 2 ranks.
@@ -60,20 +59,13 @@ class Buckets:
 
     warm_up_steps = 2
 
-    def __init__(
-        self,
-        model: nn.Module,
-        ranks: int,
-        *,
-        bucket_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, ranks: int) -> None:
         if ranks < 2:
             raise OptionError(f"{ranks} ranks have nothing to reduce", hint="at least 2 ranks")
         if not torch.distributed.is_available():
             raise UnavailableError("this torch has no torch.distributed, which cuts the buckets")
         self._model = model
         self._ranks = ranks
-        self._limits = list(_BUCKETS_BYTES) if bucket_bytes is None else [bucket_bytes]
         self._came: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._of: dict[Tensor, _Bucket] = {}
@@ -127,7 +119,7 @@ class Buckets:
 
     def _cut(self) -> None:
         cut: Any = torch.distributed._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
-        found, _ = cut(self._came, self._limits, [False] * len(self._came))
+        found, _ = cut(self._came, list(_BUCKETS_BYTES), [False] * len(self._came))
         self._buckets = [_Bucket([self._came[number] for number in numbers]) for numbers in found]
         self._of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 

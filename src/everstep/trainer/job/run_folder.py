@@ -334,7 +334,9 @@ def open_shared_run(
         "node": node_name(peers),
         "options": dict(options or {}),
     }
-    mine["memory"] = _memory_name(mine["node"])
+    # Equal on two ranks if each can reach the other's keeper. Two launchers on one machine
+    # (torchrun's GROUP_RANK) are two nodes.
+    mine["memory"] = f"{machine_name()} {namespaces()} {launcher()} {mine['node']}"
     failed: EverstepError | None = None
     copies = None
     try:
@@ -370,16 +372,6 @@ def open_shared_run(
         copies=copies,
         fetches=any(message["node"] for message in found),
     )
-
-
-def _memory_name(node: str) -> str:
-    """Return a name that is equal on two ranks if each can reach the other's keeper. Two launchers
-    on one machine (torchrun's ``GROUP_RANK``) are two nodes.
-
-    Args:
-        node: name of the node, possibly an emulated one.
-    """
-    return f"{machine_name()} {namespaces()} {launcher()} {node}"
 
 
 def _open_copies(
