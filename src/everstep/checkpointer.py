@@ -36,7 +36,7 @@ from everstep.trainer.session.calls import (
     refuse_pickling,
 )
 from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
-from everstep.trainer.session.session import open_session
+from everstep.trainer.session.session import Session
 from everstep.trainer.session.stats import Stats
 
 _live = weakref.WeakValueDictionary[tuple[PurePath, int], "Checkpointer"]()
@@ -151,7 +151,7 @@ class Checkpointer:
             except EverstepError as error:
                 print_line(f"everstep: the earlier Checkpointer of {run}: {error}")
         # Last: a constructor that fails leaves no Checkpointer that could be closed or used.
-        self._session = open_session(options, place, saved, ending, self._calls)
+        self._session = Session(options, place, saved, ending, self._calls)
         _live[self._live_key] = self
 
     __reduce__ = refuse_pickling

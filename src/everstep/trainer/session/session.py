@@ -46,33 +46,12 @@ from everstep.trainer.session.step_consensus import StepConsensus
 _log = logging.getLogger("everstep")
 
 
-def open_session(
-    options: Options,
-    place: RunPlace,
-    state: State,
-    preemption: PreemptionHandler,
-    calls: CallGuard,
-) -> Session:
-    """Open the run folder, build the components, and print what they will take.
-
-    Raises:
-        OutOfSpaceError: A budget is too small.
-        UnsupportedStateError, OptionError: The method cannot repeat some updates.
-        StorageError: The folder or a place for copies cannot be used.
-    """
-    # Before the run is opened: a new folder becomes one of the run whose copies the places contain.
-    copies = () if place.job is not None else place.tiers
-    place = replace(place, reading=seams_with_copies(copies, place.seams, place.run))
-    components = build_components(options, place, state)
-    components.keepers.terms.copy_to(place.tiers)
-    return Session(components, place, preemption, calls)
-
-
 class Session:
     """Drive the components of one training process.
 
+    Opens the run folder, builds the components, and prints what they will take.
+
     Args:
-        components: what the method of the Checkpointer needs.
         place: run folder, ranks and places for copies.
         preemption: signals that announce the end of the job.
         calls: calls of other threads, which are refused from the exit on. A daemon thread that
@@ -82,16 +61,27 @@ class Session:
         at: step and timeline of training.
         keeper: keeper in use; None before the first timeline.
         is_open: False once everything is released.
+
+    Raises:
+        OutOfSpaceError: A budget is too small.
+        UnsupportedStateError, OptionError: The method cannot repeat some updates.
+        StorageError: The folder or a place for copies cannot be used.
     """
 
     def __init__(
         self,
-        components: Components,
+        options: Options,
         place: RunPlace,
+        state: State,
         preemption: PreemptionHandler,
         calls: CallGuard,
     ) -> None:
-        self.parts = parts = components
+        # Before the run is opened: a new folder becomes one of the run whose copies the places
+        # contain.
+        copies = () if place.job is not None else place.tiers
+        place = replace(place, reading=seams_with_copies(copies, place.seams, place.run))
+        self.parts = parts = build_components(options, place, state)
+        parts.keepers.terms.copy_to(place.tiers)
         self.at = Position(parts.run_id, parts.state, parts.updates)
         self.watch = StateWatch(parts, self.at)
         self.watch.install(calls.wait_for_others)
