@@ -12,7 +12,7 @@ from everstep.options import Options, validate_options
 from everstep.plan.interval import Costs
 from everstep.seams import ManualClock
 from everstep.trainer.budget import LogLimits
-from everstep.trainer.log.disk_log import DiskLog
+from everstep.trainer.log.kept_records import DiskLog
 from everstep.trainer.log.recorder import RecorderStats
 from everstep.trainer.participant import TrainingContext
 from everstep.trainer.session.cadence import REPLAY_SHARE, Cadence

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from everstep.arena import CONTROL_BYTES, PAGE_BYTES, PROGRESS_WORDS
 from everstep.commit.peer_copies import NEEDED_MAX, peer_of
 from everstep.config import Options
-from everstep.errors import KeeperError, OutOfSpaceError
+from everstep.errors import OutOfSpaceError
 from everstep.format import ShardIdentity
 from everstep.format.header import plan_files
 from everstep.link.messages import RECORD_BYTES
@@ -449,37 +449,6 @@ class LogLimits:
         # log_bytes.
         arena_bytes = min(log_bytes + 2 * self.state_bytes, 2 * log_bytes + self.state_bytes + 1)
         return -(-self.host_bytes * arena_bytes // self.arena_bytes)
-
-
-def too_large(need_bytes: int, most_bytes: int) -> OutOfSpaceError:
-    """Return the error for a record that is larger than the memory of the log."""
-    return OutOfSpaceError(
-        f"a record of the log needs {need_bytes} bytes of host memory, and the whole log may use "
-        f"{most_bytes}: steps are not recorded, and a crash loses all steps since the newest base",
-        hint="a larger Budget(host_bytes=), less plain data in the state, or method='lazy'",
-    )
-
-
-def log_dropped(step: int | None) -> OutOfSpaceError:
-    """Return the error for a log that was dropped up to a step to make space for a base."""
-    return OutOfSpaceError(
-        "the gradient log was dropped because host memory has no space for it beside a base: until "
-        "the next base is durable, a crash loses all steps since the previous base",
-        step=step,
-        hint="a larger Budget(host_bytes=), or less plain data in the state",
-    )
-
-
-def log_dropped_early(step: int) -> KeeperError:
-    """Return the error for a log that was dropped before the peers had the base after it."""
-    return KeeperError(
-        f"the log up to step {step} was dropped before the base of that step was complete with all "
-        "peers, because there is no host memory to keep it longer",
-        step=step,
-        tier="peer",
-        hint="if a node is lost before, all ranks return to an older base; use more "
-        "Budget(host_bytes=), a shorter every=, or a larger PeerOptions(bytes_per_s=)",
-    )
 
 
 def shape_after_first_update(state: State, shape: Shape) -> tuple[Shape, bool]:

@@ -5,8 +5,8 @@ The keeper receives the records and writes them as segments of the gradient log.
 - ``recorder``: one record per optimizer update, one step mark per step; when a base is due.
 - ``update_inputs``: the tensors and options an update consumes, as its record holds them;
   functions registered for entries, which replay runs again.
-- ``log_memory``: host memory of records, and when each may be released.
-- ``disk_log``: which records go to disk, and how far training may run ahead of them.
+- ``kept_records``: host memory of records, and when each may be released; which records go to disk,
+  and how far training may run ahead of them.
 - ``untracked_writes``: detect writes to optimizer-owned tensors that no hook announced.
 - ``nonfinite``: detect NaN and infinity in recorded gradients."""
 

@@ -34,9 +34,15 @@ from everstep.state.survey import Survey
 from everstep.state.values.objects import encode
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import Saver
-from everstep.trainer.budget import log_dropped, log_dropped_early, too_large
-from everstep.trainer.log.disk_log import DiskLog
-from everstep.trainer.log.log_memory import LogMemory, LogTarget, Reservation
+from everstep.trainer.log.kept_records import (
+    DiskLog,
+    LogMemory,
+    LogTarget,
+    Reservation,
+    log_dropped,
+    log_dropped_early,
+    too_large,
+)
 from everstep.trainer.log.nonfinite import NonFiniteCheck
 from everstep.trainer.log.untracked_writes import UntrackedWrites
 from everstep.trainer.log.update_inputs import DeclaredUpdates, InputReader, RankInputReader
