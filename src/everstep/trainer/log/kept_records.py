@@ -264,10 +264,6 @@ class LogTarget:
         """Return the memory of ``room`` (flat ``uint8``)."""
         return self.pool.whole[room.offset : room.offset + room.size_bytes]
 
-    def release(self, room: Block) -> None:
-        """Return the memory of a record that was not stored."""
-        self.pool.release(room)
-
 
 @dataclass(slots=True, eq=False)
 class Reservation:
@@ -289,7 +285,7 @@ class Reservation:
     def give_back(self) -> None:
         """Return the memory to the pool unless the reservation has ended."""
         if self.end():
-            self.target.release(self.room)
+            self.target.pool.release(self.room)
 
 
 @dataclass(slots=True, eq=False)

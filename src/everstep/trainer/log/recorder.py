@@ -541,7 +541,7 @@ class Recorder(Participant):
         finally:
             # A record that is kept is released by LogMemory; any other one here.
             if number is None:
-                target.release(room)
+                target.pool.release(room)
 
     @contextlib.contextmanager
     def _reserved(self, size_bytes: int, objects_bytes: int = 0) -> Iterator[Reservation | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from everstep.capture import Lane, UpdateHooks
@@ -154,7 +154,8 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     if options.is_multistep:
         require_replayable(state)
         if job is not None:  # gradients of entries that other ranks write are not copied
-            footprint = footprint.copying(replayable_gradient_bytes(state, footprint.shape))
+            gradient_bytes = replayable_gradient_bytes(state, footprint.shape)
+            footprint = replace(footprint, gradients=(footprint.gradients[0], gradient_bytes))
         check_multistep_budget(
             options, memory.host_bytes, footprint.state_bytes, footprint.gradients[1]
         )

@@ -6,7 +6,7 @@ Everything is computed before the run folder is opened, so that a refused start 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from rich.filesize import decimal
@@ -128,10 +128,6 @@ class Footprint:
             limits=limits,
             peer_log_bytes=peer_log,
         )
-
-    def copying(self, gradient_bytes: int) -> Footprint:
-        """Return the footprint with another number of gradient bytes in a step."""
-        return replace(self, gradients=(self.gradients[0], gradient_bytes))
 
 
 def print_footprint(
