@@ -46,7 +46,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from everstep.replay import engine  # noqa: E402
 from everstep.seams import failpoints  # noqa: E402
-from everstep.trainer.budget import host_memory  # noqa: E402
+from everstep.trainer import budget  # noqa: E402
 from everstep.workloads.gpt import GPTConfig  # noqa: E402
 from everstep.workloads.training import (  # noqa: E402
     Training,
@@ -123,7 +123,7 @@ def pytest_collection_finish() -> None:
 def first_updates_are_known() -> Iterator[None]:
     """Ask an optimizer of a class only once what it will keep of a tensor of a form."""
     known: dict[Any, Any] = {}
-    ask = host_memory._kept
+    ask = budget._kept
 
     def kept(kind: type, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
         options = repr({key: value for key, value in group.items() if key != "params"})
@@ -133,7 +133,7 @@ def first_updates_are_known() -> Iterator[None]:
         return known[form]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory, "_kept", kept)
+        patch.setattr(budget, "_kept", kept)
         yield
 
 
@@ -203,7 +203,7 @@ def nothing_waits_for_the_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         registered.append(function)
         return register(function, *args, **options)
 
-    monkeypatch.setattr("everstep.trainer.session.closing.atexit.register", noted)
+    monkeypatch.setattr("everstep.trainer.session.session.atexit.register", noted)
     yield
     for function in registered:
         atexit.unregister(function)

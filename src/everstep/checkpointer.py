@@ -26,18 +26,17 @@ from everstep.state.ownership import DeclaredUpdate
 from everstep.state.training_state import State
 from everstep.tiers import PeerOptions, TierOptions
 from everstep.trainer.job import RunPlace
-from everstep.trainer.session import (
+from everstep.trainer.session.calls import (
     CallGuard,
-    PreemptionHandler,
     check_platform,
     check_resume,
     check_timeout,
     check_usable,
     exclusive,
-    open_session,
-    rank_vote,
     refuse_pickling,
 )
+from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
+from everstep.trainer.session.session import Session
 from everstep.trainer.session.stats import Stats
 
 _live = weakref.WeakValueDictionary[tuple[PurePath, int], "Checkpointer"]()
@@ -152,7 +151,7 @@ class Checkpointer:
             except EverstepError as error:
                 print_line(f"everstep: the earlier Checkpointer of {run}: {error}")
         # Last: a constructor that fails leaves no Checkpointer that could be closed or used.
-        self._session = open_session(options, place, saved, ending, self._calls)
+        self._session = Session(options, place, saved, ending, self._calls)
         _live[self._live_key] = self
 
     __reduce__ = refuse_pickling

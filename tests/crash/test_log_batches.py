@@ -20,7 +20,7 @@ from everstep.options import KeeperOptions, LogOptions
 from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
-from everstep.trainer.log.disk_log import DiskLog
+from everstep.trainer.log.kept_records import DiskLog
 from tests.crash.sim.crashes import Scenario, watch_crashes
 from tests.crash.sim.filesystem import SimFileSystem
 from tests.crash.sim.training import TinyTraining

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everstep.plan.schedule.devices import times_of
-from everstep.plan.schedule.trace import trace_training
-from everstep.plan.schedule.tracing import trace_of
+from everstep.plan.schedule.steps import times_of
+from everstep.plan.schedule.trace import trace_of, trace_training
 from everstep.workloads.published import published
 from tests.gpu.world import DEVICE, NEEDS_CUDA
 

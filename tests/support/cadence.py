@@ -11,9 +11,10 @@ from everstep.link.save import Save
 from everstep.options import Options, validate_options
 from everstep.plan.interval import Costs
 from everstep.seams import ManualClock
-from everstep.trainer.budget.host_memory import LogLimits
-from everstep.trainer.log.disk_log import DiskLog
+from everstep.trainer.budget import LogLimits
+from everstep.trainer.log.kept_records import DiskLog
 from everstep.trainer.log.recorder import RecorderStats
+from everstep.trainer.participant import TrainingContext
 from everstep.trainer.session.cadence import REPLAY_SHARE, Cadence
 
 RUN = PurePath("/run")
@@ -55,8 +56,17 @@ class Run:
             disk.start(SimpleNamespace(log_to_disk=self.told.append))  # type: ignore[arg-type]
             memory = SimpleNamespace(bytes_max=memory_bytes, taken_bytes=0)
             self.recorder = SimpleNamespace(stats=RecorderStats(), disk=disk, memory=memory)
-        parts = self.options, RUN, self.saver, self.keepers, self.recorder, self.clock
-        self.cadence = Cadence(*parts, base_bytes=MB, alone=alone, limits=limits)
+        state: Any = SimpleNamespace(ranks=SimpleNamespace(world=1 if alone else 2))
+        nothing: Any = None
+        context = TrainingContext(self.options, RUN, state, nothing, nothing, self.clock)
+        self.cadence = Cadence(
+            context,
+            self.saver,
+            self.keepers,
+            self.recorder,
+            base_bytes=MB,
+            limits=limits or LogLimits(),
+        )
         self.step = 0
         self.bases: list[int] = []
 
@@ -76,7 +86,12 @@ class Run:
             self.recorder.stats.record_bytes += log_bytes
             self.recorder.memory.taken_bytes += log_bytes
             self.stats.log_bytes += log_bytes if self.recorder.disk.on else 0
-        self.cadence.step_ended()
+        self.mark()
+
+    def mark(self) -> None:
+        """A step mark is, of which the cadence reads nothing."""
+        nothing: Any = None
+        self.cadence.mark(nothing)
 
     def base(
         self, *, base_bytes: int = MB, persist_s: float = 3.0, cost_s: float = 2.0, **_: Any
@@ -102,7 +117,7 @@ class Run:
             "state_bytes": MB,
             "write_bytes_per_s": MB / 3.0,
             "replay_s": 0.5 * REPLAY_SHARE,
-            "mtbf_s": self.cadence.mtbf_s,
+            "mtbf_s": self.cadence.figures()["mtbf_s"],
             "step_s": 0.5,
             "base_cost_s": 2.0,
         }

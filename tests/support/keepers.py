@@ -1,4 +1,4 @@
-"""The end of the keepers that a test has started."""
+"""Terms for keepers, and the end of those that a test has started."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from everstep.link.registry import list_keepers
+from everstep.options import validate_options
+from everstep.seams import Clock, Seams, SystemClock
 from everstep.seams.processes.processes import PidWatch
+from everstep.state.ranks import RankInfo
+from everstep.trainer.attach.terms import KeeperTerms
 from tests.support.leftovers import MARK, processes_marked
 
-__all__ = ["end_keepers"]
+__all__ = ["end_keepers", "terms_of"]
+
+
+def terms_of(
+    run: Path, *, rank: int = 0, clock: Clock | None = None, timeout_s: float = 20.0
+) -> KeeperTerms:
+    """Return terms of the keepers of a rank of the run ``id``, with the usual options."""
+    given: Any = {"method": "lazy", "every": None, "keep": 1, "budget": None}
+    options = validate_options(**given, on_failure="warn", progress_timeout_s=timeout_s)
+    seams = Seams(clock=clock or SystemClock())
+    return KeeperTerms(options, seams, run, "id", 4096, ranks=RankInfo(rank, rank + 1))
 
 
 def end_keepers(folder: Path, timeout_s: float = 20.0) -> None:

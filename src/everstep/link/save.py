@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from everstep.errors import AuditError, EverstepError
+from everstep.format import ShardIdentity
 from everstep.seams.processes import Outcome
 
 _T = TypeVar("_T")
@@ -41,6 +42,21 @@ class Save:
         """True if the base has failed or was withdrawn."""
         future = self.durable
         return future.done() and (future.cancelled() or future.exception() is not None)
+
+    @property
+    def is_durable(self) -> bool:
+        """True if the base is committed."""
+        return self.durable.done() and not self.is_lost
+
+    @property
+    def is_staged(self) -> bool:
+        """True if the state was captured without an error."""
+        future = self.staged
+        return future.done() and not future.cancelled() and future.exception() is None
+
+    def is_of(self, identity: ShardIdentity) -> bool:
+        """Return True if it is a base of the same step of the same timeline."""
+        return (self.timeline, self.step) == (identity.timeline, identity.step)
 
 
 def complete(future: Future[_T], result: _T) -> None:

@@ -298,6 +298,11 @@ def unsupported(leaves: Sequence[tuple[str, str]]) -> UnsupportedStateError:
     )
 
 
+def drift_bytes(size_bytes: int) -> int:
+    """Return by how much encoded objects of this size may change before they are measured again."""
+    return max(_DRIFT_BYTES, size_bytes // _DRIFT_SHARE)
+
+
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
     """Return True if both sequences hold the very same objects. (``==`` would compare tensors by
     value.)"""
@@ -374,7 +379,7 @@ class SurveyBuilder:
         """Return the shape with current sizes of objects, if the sizes have drifted too far."""
         for name, size in shape.objects_bytes.items():
             now = self._sizes[name]
-            if abs(now - size) > max(_DRIFT_BYTES, size // _DRIFT_SHARE):
+            if abs(now - size) > drift_bytes(size):
                 return replace(shape, objects_bytes=MappingProxyType(dict(self._sizes)))
         return shape
 

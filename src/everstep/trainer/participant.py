@@ -10,14 +10,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, ClassVar, Protocol
 
+from everstep.capture import Lane
+from everstep.config import Options
 from everstep.errors import AuditError
 from everstep.format import ShardIdentity
-from everstep.link import Save
+from everstep.link import BackgroundChannel, Save
 from everstep.restore.start import Resumed
+from everstep.seams import Clock
 from everstep.state.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingContext:
+    """Objects of one training process that its participants share.
+
+    Attributes:
+        options: options of the Checkpointer.
+        run: run folder, for messages.
+        state: state to capture.
+        lane: makes the copies.
+        channel: reports errors to the training thread.
+        clock: measures time.
+    """
+
+    options: Options
+    run: PurePath
+    state: State
+    lane: Lane
+    channel: BackgroundChannel
+    clock: Clock
 
 
 @dataclass(frozen=True, slots=True)

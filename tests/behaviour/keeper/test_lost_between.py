@@ -19,7 +19,7 @@ from everstep.errors import KeeperError
 from everstep.link.pool import Block, CapturePool
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.session.closing import finish_at_exit
+from everstep.trainer.session.session import finish_at_exit
 from tests.support.following import until
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.lost_keepers import kill_keeper, kill_noticed, lost_of

@@ -36,7 +36,7 @@ from everstep.seams.filesystem import StallTimer, wait_while_active
 from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.requests import Replies
-from everstep.trainer.log.disk_log import DiskLog
+from everstep.trainer.log.kept_records import DiskLog
 from tests.support.log.every_step import World
 from tests.support.ranks.peer_logs import Log
 from tests.support.ranks.together import RankTraining, rank_seams, resume, trainings

@@ -16,15 +16,16 @@ from everstep.errors import (
 )
 from everstep.link.registry import keeper_files
 from everstep.link.spawn import SpawnOptions
-from everstep.options import KeeperOptions, validate_options
+from everstep.options import validate_options
 from everstep.restore.fetch.held import KeeperContents
-from everstep.seams import Seams, SystemClock
+from everstep.seams import Seams
 from everstep.testing import inspect
 from everstep.trainer.attach import keepers as keepers_module
 from everstep.trainer.attach.attach import attach
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
 from tests.support.fakekeeper import running, started
+from tests.support.keepers import terms_of
 from tests.support.ranks.together import on_all, resume, train, trainings
 
 HOST, DEADLINE_S = "127.0.0.1", 20.0
@@ -184,12 +185,12 @@ def test_one_that_lives_and_does_not_answer_is_named(
     monkeypatch.setattr("everstep.trainer.attach.attach._START_S", 0.1)
     monkeypatch.setattr("everstep.trainer.attach.attach.spawn_keeper", lambda _: None)
     options = SpawnOptions(str(tmp_path), "id", 3, detach=False)
-    about: Any = (tmp_path, "id", 3, 4096, KeeperOptions(), None, SystemClock())
+    terms = terms_of(tmp_path, rank=3, timeout_s=0.1)
     with started(options), running(options, deaf=True) as keeper:
         if gone:
             Path(keeper_files(options.key).socket).unlink()
         with pytest.raises(KeeperTimeoutError) as caught:
-            attach(*about, timeout_s=0.1)
+            attach(terms, cast("Any", None))
         told, hint = caught.value, str(caught.value.hint)
         assert f"process {keeper.pid}) does not respond" in told.message
         assert (told.path, told.rank) == (str(tmp_path), 3)
@@ -204,7 +205,7 @@ def test_one_that_never_came_is_nobody_to_be_named(
 ) -> None:
     monkeypatch.setattr("everstep.trainer.attach.attach._START_S", 0.1)
     monkeypatch.setattr("everstep.trainer.attach.attach.spawn_keeper", lambda _: None)
-    about: Any = (tmp_path, "id", 3, 4096, KeeperOptions(), None, SystemClock())
+    terms = terms_of(tmp_path, rank=3, timeout_s=0.1)
     with pytest.raises(KeeperTimeoutError, match="no keeper has answered") as caught:
-        attach(*about, timeout_s=0.1)
+        attach(terms, cast("Any", None))
     assert "does not respond" not in caught.value.message

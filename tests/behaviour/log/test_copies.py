@@ -36,8 +36,8 @@ from everstep.testing import inspect
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.trainer.job import copies as copies_module
-from everstep.trainer.job import start as start_module
+from everstep.trainer.job import job as job_module
+from everstep.trainer.job import run_folder as folder_module
 from everstep.trainer.session.components import _refuse_lossy_replicas
 from tests.support.copying import contents, put, wait_for
 from tests.support.log.copies import ON_DISK, copy_log, until
@@ -172,7 +172,7 @@ def test_segments_of_a_store_are_looked_at_together(
     copies = tmp_path / "copies"
     trained_with_copies(run_folder, copies, log="whole", log_steps=1)
     tier = Slow(copies)
-    monkeypatch.setattr(copies_module, "open_tier", lambda where, files, clock: tier)
+    monkeypatch.setattr(folder_module, "open_tier", lambda where, files, clock: tier)
     _, recovery = again(copies, log="whole")
     assert recovery.step == STEPS
     assert tier.asked > 1
@@ -439,7 +439,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
         return restore(self, choice)
 
     monkeypatch.setattr(MemoryTier, "open", noting)
-    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
     monkeypatch.setattr(rank_restore.RankRestore, "restore", noted)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
@@ -483,7 +483,7 @@ def test_of_a_lossy_log_what_is_behind_the_chosen_base_is_read_and_all_of_it_if_
 
     monkeypatch.setattr(MemoryTier, "open", noting)
     monkeypatch.setattr(
-        start_module,
+        job_module,
         "fetch_from_peers",
         lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
     )
@@ -574,7 +574,7 @@ def test_a_log_comes_from_the_store_while_others_fetch(
             assert reads.ahead.acquire(timeout=TIMEOUT_S), "nothing comes meanwhile"
         return FetchResult([], [])
 
-    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
             inspect(one.ckpt).starter.job.shared.fetches = True
@@ -610,7 +610,7 @@ def test_what_has_come_damaged_is_read_in_the_store(
 
     monkeypatch.setattr(sources.FilesAhead, "open", spoiling)
     monkeypatch.setattr(
-        start_module,
+        job_module,
         "fetch_from_peers",
         lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
     )

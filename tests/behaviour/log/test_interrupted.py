@@ -12,7 +12,7 @@ import pytest
 
 from everstep import KeeperOptions
 from everstep.testing import inspect
-from everstep.trainer.log.log_memory import LogMemory
+from everstep.trainer.log.kept_records import LogMemory
 from tests.support.log.last_mark import Training, resumed, same
 
 STEPS = 12

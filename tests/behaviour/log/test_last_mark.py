@@ -23,7 +23,6 @@ from everstep.format.names import base_dir, shard_name
 from everstep.link.channel import BackgroundChannel
 from everstep.seams import ManualClock, Seams, SystemClock
 from everstep.testing import inspect
-from everstep.trainer.session.closing import Closing
 from everstep.trainer.session.session import Session
 from tests.support.following import until
 from tests.support.keepers import end_keepers
@@ -327,7 +326,7 @@ def test_the_log_in_memory_outlives_a_last_base(
             if how == "fails":
                 (base_dir(run_folder, 1, 7) / shard_name(0)).mkdir(parents=True)  # in its way
             else:
-                monkeypatch.setattr(Closing, "_wait", _interrupted)
+                monkeypatch.setattr(Session, "_wait_until_over", _interrupted)
                 monkeypatch.setattr(Session, "take", _interrupted)
         assert "a resume() within that time restores them" in capfd.readouterr().err
         monkeypatch.undo()

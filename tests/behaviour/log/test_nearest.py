@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import everstep.trainer.job.start as start_module
+import everstep.trainer.job.job as job_module
 from everstep import LogOptions
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError, StorageError
@@ -249,13 +249,13 @@ def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
     about = scan_run(files, path).timelines[1]
     assert about is not None
     held = [PeerLog(1, about.encode(), pack_steps(records))]
-    fetch = start_module.fetch_from_peers
+    fetch = job_module.fetch_from_peers
 
     def fetched(others: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any) -> Any:
         more["logs"] = held if offer.rank == 0 else ()
         return fetch(others, clock, say, offer, *about, **more)
 
-    monkeypatch.setattr(start_module, "fetch_from_peers", fetched)
+    monkeypatch.setattr(job_module, "fetch_from_peers", fetched)
     # All copies are fetched from other ranks, as on disks of their own.
     monkeypatch.setattr(SharedRun, "has_several_disks", property(lambda self: True))
     shutil.rmtree(runs[1])

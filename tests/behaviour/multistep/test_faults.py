@@ -1210,7 +1210,7 @@ def test_a_copy_of_the_model_has_none_of_our_guards(held: Gate, served: Bench) -
     assert bool(world.model[0].weight.grad.any()), "the copy has zeroed its original"
     assert other[0].weight.grad is not None
     assert not bool(other[0].weight.grad.any())
-    inspect(ckpt).multistep.drop("the test is over")
+    inspect(ckpt).multistep.go_back()
     ckpt.close()
 
 

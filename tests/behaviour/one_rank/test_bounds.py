@@ -14,7 +14,7 @@ from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.tiers.options import TierOptions
-from everstep.trainer.budget.disk import bounds_of
+from everstep.trainer.budget import bounds_of
 from tests.support.given import options
 from tests.support.world import files_below, size_below
 

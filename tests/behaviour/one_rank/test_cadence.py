@@ -32,8 +32,7 @@ from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.start.report import Resumed
 from everstep.seams import ManualClock, Seams
 from everstep.testing import inspect
-from everstep.trainer.budget.disk import DAY_S, DayMeter, Forecast, interval_steps_within
-from everstep.trainer.budget.host_memory import LogLimits
+from everstep.trainer.budget import DAY_S, DayMeter, Forecast, LogLimits, interval_steps_within
 from everstep.trainer.participant import RestoredState
 from everstep.trainer.session.cadence import (
     ASK_EVERY,
@@ -65,12 +64,12 @@ def test_nothing_is_chosen_while_all_steps_were_beside_the_first_base() -> None:
     run.cadence.base_taken(save := Save(1, 1))
     for _ in range(3 * FIRST_STEPS):
         run.over()
-    assert run.cadence.step_s is None
+    assert run.cadence.figures()["step_s"] is None
     save.durable.set_result(MB)
     run.over()
-    assert run.cadence.step_s is None
+    assert run.cadence.figures()["step_s"] is None
     run.train(2 * FIRST_STEPS)
-    assert run.cadence.step_s == 0.5
+    assert run.cadence.figures()["step_s"] == 0.5
     assert run.cadence.interval_steps is not None
 
 
@@ -82,7 +81,7 @@ def test_without_a_log_the_interval_is_youngs(capsys: pytest.CaptureFixture[str]
     assert run.bases == [FIRST_STEPS + 1], "ten steps are measured, then a base is"
     chosen = run.cadence.interval_steps
     assert chosen == without_log(run.costs()).interval_steps
-    assert chosen == round(math.sqrt(2 * run.cadence.mtbf_s * 2.0) / 0.5)
+    assert chosen == round(math.sqrt(2 * run.cadence.figures()["mtbf_s"] * 2.0) / 0.5)
     (said,) = lines(capsys, "a base every")
     assert f"{RUN}: a base every {chosen} steps" in said
     assert "before" not in said
@@ -110,7 +109,7 @@ def test_a_given_mtbf_is_not_argued_with() -> None:
     run.cadence.restored(resumed(step=400, forks=[100, 200, 300]))
     run.step = 400
     run.train(50)
-    assert run.cadence.mtbf_s == pytest.approx(7200, rel=1e-3)
+    assert run.cadence.figures()["mtbf_s"] == pytest.approx(7200, rel=1e-3)
 
 
 def test_figures_that_change_move_it_and_that_is_said_once(
@@ -143,7 +142,7 @@ def test_a_step_that_stalls_for_a_base_is_not_a_longer_step() -> None:
     run = Run(every=Every(auto=True, mtbf_s=20.0))
     run.train(200, cost_s=20.0, persist_s=0.1)
     assert len(run.bases) > 3
-    assert run.cadence.step_s == pytest.approx(0.5)
+    assert run.cadence.figures()["step_s"] == pytest.approx(0.5)
 
 
 def slowed(mtbf_s: float, *, beside: int, slow_s: float) -> Run:
@@ -159,7 +158,7 @@ def slowed(mtbf_s: float, *, beside: int, slow_s: float) -> Run:
             run.stats.committed += 1
             run.stats.persist_s += beside * 0.5
             under.durable.set_result(MB)
-        run.cadence.step_ended()
+        run.mark()
         under = None if left == 0 else under
         if run.cadence.due(step):
             run.bases.append(step)
@@ -176,7 +175,7 @@ def test_what_steps_beside_a_base_lose_is_part_of_what_it_costs() -> None:
     """Waiting is not all: the processor, memory and the disk are shared with what is written."""
     run = slowed(1000.0, beside=2, slow_s=0.2)
     wanted = math.sqrt(2 * 1000 * (0.01 + 2 * 0.2)) / 0.5
-    assert run.cadence.step_s == pytest.approx(0.5)
+    assert run.cadence.figures()["step_s"] == pytest.approx(0.5)
     assert near(run.cadence.interval_steps, wanted)
     assert not near(slowed(1000.0, beside=2, slow_s=0.0).cadence.interval_steps, wanted)
 
@@ -188,7 +187,7 @@ def test_steps_that_are_all_beside_a_base_are_steps_all_the_same() -> None:
     save = Save(run.step, 1)
     run.cadence.base_taken(save)  # and never becomes durable
     run.train(200, step_s=2.0)
-    assert run.cadence.step_s == pytest.approx(2.0)
+    assert run.cadence.figures()["step_s"] == pytest.approx(2.0)
 
 
 def test_the_last_of_two_bases_may_fail() -> None:
@@ -310,18 +309,20 @@ def test_each_time_that_a_process_takes_over_counts_as_a_failure() -> None:
     run.step = 1000
     run.train(FIRST_STEPS + 3)
     trained_s = 0.5 * (1000 + FIRST_STEPS)
-    assert run.cadence.mtbf_s == pytest.approx((DAY_S + trained_s) / (1 + 3), rel=0.001)
+    assert run.cadence.figures()["mtbf_s"] == pytest.approx(
+        (DAY_S + trained_s) / (1 + 3), rel=0.001
+    )
 
 
 def test_a_rewind_is_no_failure() -> None:
     run = Run()
     run.train(100)
-    assert run.cadence.mtbf_s > DAY_S
+    assert run.cadence.figures()["mtbf_s"] > DAY_S
     run.cadence.restored(resumed(step=60, forks=[], again=True))
     run.step = 60
-    before = run.cadence.mtbf_s
+    before = run.cadence.figures()["mtbf_s"]
     run.train(100)
-    assert run.cadence.mtbf_s >= before
+    assert run.cadence.figures()["mtbf_s"] >= before
     assert run.bases[1:] == [], "counted from where it went back to"
 
 
@@ -615,7 +616,7 @@ def test_a_log_that_never_went_to_disk_is_held_for_what_it_would_write(
     """It was held because "0 bytes were written within a day"."""
     run = Run("logged", budget=Budget(write_bytes_per_day=1), log=LogOptions(to="disk"))
     run.recorder.stats.record_bytes = 1000
-    run.cadence.step_ended()
+    run.mark()
     (said,) = lines(capsys, "stays in memory")
     assert "0 bytes were written within a day, and the next segment of about" in said
 

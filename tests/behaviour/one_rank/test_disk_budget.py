@@ -29,7 +29,7 @@ from everstep.keeper.log.segment_queue import (
 from everstep.link.messages import ENDED
 from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
-from everstep.trainer.budget.host_memory import LogLimits
+from everstep.trainer.budget import LogLimits
 from tests.support.given import options
 from tests.support.log.budget import Trained
 from tests.support.logged import World, opened

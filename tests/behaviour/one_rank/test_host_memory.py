@@ -24,7 +24,7 @@ from everstep.link.pool import CapturePool
 from everstep.options import Budget, KeeperOptions
 from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
-from everstep.trainer.log.log_memory import LogMemory, LogTarget
+from everstep.trainer.log.kept_records import LogMemory, LogTarget
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, acquiring, opened, raising
 
 MB = 1 << 20

@@ -235,7 +235,7 @@ def test_in_the_middle_of_another_call(
             return call
 
         cadence = inspect(ckpt).cadence
-        name = {"step": "step_ended", "save": "base_taken", "resume": "restored"}[outer]
+        name = {"step": "mark", "save": "base_taken", "resume": "restored"}[outer]
         world.update()
         with monkeypatch.context() as patched:
             patched.setattr(cadence, name, within(getattr(cadence, name)))
@@ -276,7 +276,7 @@ def test_an_interrupted_call_is_over(run_folder: Path, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(CallGuard, "end", lambda self: None)  # an interrupt came before it
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(inspect(ckpt).cadence, "step_ended", interrupted)
+            patched.setattr(inspect(ckpt).cadence, "mark", interrupted)
             ckpt.step()
         ckpt.save()
         world.update()

@@ -24,7 +24,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
 from everstep.state.ranks.writers import WriterAssignment
-from everstep.trainer.job.option_check import shared_options
+from everstep.trainer.job.place import shared_options
 from tests.support.ranks.together import on_all, rank_seams
 
 FROZEN = ("0.weight", "0.bias")

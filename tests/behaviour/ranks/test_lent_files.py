@@ -30,7 +30,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import Placed
-from everstep.trainer.job import start
+from everstep.trainer.job import job as job_module
 from tests.support.ranks.logs import die
 from tests.support.ranks.peering import RUN, bytes_of, piece, record_of
 from tests.support.ranks.replicas import alike, folders, replicas, until
@@ -230,7 +230,7 @@ def test_what_there_is_no_memory_for_is_not_fetched(
 ) -> None:
     paths = folders(tmp_path, shared=False)
     saved_by(*paths)
-    monkeypatch.setattr(start, "memory_available_bytes", lambda: 1000)
+    monkeypatch.setattr(job_module, "memory_available_bytes", lambda: 1000)
     with (
         trainings(*reversed(paths)) as ranks,
         pytest.raises(RecoveryError, match="the files of rank"),

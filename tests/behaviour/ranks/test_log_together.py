@@ -30,8 +30,8 @@ from everstep.state.layout.entries import Entry, shape_digest
 from everstep.testing import inspect
 from everstep.trainer.attach.keeper import ThreadKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.job import start
-from everstep.trainer.session import closing
+from everstep.trainer.job import job as job_module
+from everstep.trainer.session import session as session_module
 from everstep.trainer.session.cadence import ASK_EVERY
 from tests.support.logged import document, invoke
 from tests.support.ranks.logs import ON_DISK, die, resumed, segment, until
@@ -153,7 +153,7 @@ def test_without_the_last_base_every_ranks_log_stays(
             close(keeper, stay=stay)
 
         monkeypatch.setattr(kind, "close", noted)
-    monkeypatch.setattr(closing, "_stays_for_log", lambda *_: True)
+    monkeypatch.setattr(session_module, "_stays_for_log", lambda *_: True)
     with trainings(path, path, method="logged", every=None, progress_timeout_s=2.0) as ranks:
         resume(ranks)
         train(ranks, 3)
@@ -178,7 +178,7 @@ def test_ranks_that_train_under_other_conditions_claim_nothing(
     path, numbers = tmp_path / "run", itertools.count()
     with monkeypatch.context() as patch:
         patch.setattr(
-            start, "fingerprint", lambda: {**fingerprint(), "threads": str(next(numbers))}
+            job_module, "fingerprint", lambda: {**fingerprint(), "threads": str(next(numbers))}
         )
         until((path, path), 6)
     record = scan_run(FS, path).timelines[1]

@@ -37,12 +37,9 @@ from everstep.restore.start.resume_job import resume_all_ranks
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.seams.mailbox import TcpMailbox
-from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.trainer.job.job import Job
-from everstep.trainer.job.run_folder import SharedRun
-from everstep.trainer.job.start import JobStart
 from tests.support.ranks.together import (
     FS,
     RankTraining,
@@ -352,7 +349,7 @@ def test_a_rank_that_fails_says_why_to_all_others(
         (lambda ckpt: inspect(ckpt).keepers, "open"),
         (lambda ckpt: inspect(ckpt).keepers, "recall_leftovers"),
         (lambda ckpt: inspect(ckpt).keepers, "listen"),
-        (lambda ckpt: JobStart, "_open_mailbox"),
+        (lambda ckpt: Job, "_open_mailbox"),
         (lambda ckpt: inspect(ckpt).state, "is_shared"),
     ],
     ids=["keeper", "what it has left", "its mailbox", "own mailbox", "state"],
@@ -367,10 +364,10 @@ def test_a_rank_that_fails_before_they_meet_says_why_to_all_others(
 ) -> None:
     path, found = tmp_path / "run", dict[int, Exception]()
 
-    open_mailbox = JobStart._open_mailbox
+    open_mailbox = Job._open_mailbox
 
     def fails(*args: object, **options: object) -> object:
-        if args and isinstance(args[0], JobStart) and args[0]._info.rank != bad:
+        if args and isinstance(args[0], Job) and args[0].info.rank != bad:
             return open_mailbox(args[0])  # all ranks of this test share the class
         raise KeeperError("no space is left")
 
@@ -410,10 +407,7 @@ def test_a_rank_that_dies_while_what_was_replayed_is_handed_on_is_no_error_of_to
         rank, world, host = 1, 2, "127.0.0.1"
 
     with pytest.raises(DeadlineError, match="closed by peer") as caught:
-        start = JobStart(
-            "127.0.0.1", lambda what, data: [], RankInfo(1, 2), SharedRun(), timeout_s=1.0
-        )
-        start._collectively(Torn({"steps": 1}).gather, "hand it on")
+        Job(Alone(), 1.0)._collectively(Torn({"steps": 1}).gather, "hand it on")
     assert caught.value.rank == 1
     assert "output of the other ranks" in str(caught.value)
 

@@ -26,8 +26,8 @@ from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.trainer.base.saver import Saver
-from everstep.trainer.checks import untracked as strangers
-from everstep.trainer.checks.untracked import is_held
+from everstep.trainer.checks import training_loop as strangers
+from everstep.trainer.checks.training_loop import is_held
 
 THREAD = everstep.KeeperOptions(process=False)
 STRANGER = "an optimizer that is not part of the state"

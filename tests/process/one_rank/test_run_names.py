@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path, PurePath
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +20,7 @@ from everstep.trainer.attach import attach as attach_module
 from everstep.trainer.attach.attach import attach, is_there
 from tests.support.fakekeeper import running
 from tests.support.keeper_process import finish, keepers_gone, start
+from tests.support.keepers import terms_of
 from tests.support.logged import invoke
 
 THREAD = KeeperOptions(process=False)
@@ -153,12 +154,11 @@ def test_one_under_another_name_that_does_not_listen_is_waited_for_and_named(
     clock = ManualClock()
     slept = SimpleNamespace(sleep=lambda _: clock.advance(5.0))
     monkeypatch.setattr(attach_module, "time", slept)
-    about: Any = (run_folder, "id", 0, 4096, KeeperOptions(), None, clock)
     options = SpawnOptions(str(alias), "id", 0, detach=False)
     with running(options):
         Path(keeper_files(options.key).socket).unlink()
         with pytest.raises(KeeperError, match=f"the keeper of {alias} does not accept"):
-            attach(*about, timeout_s=1.0)
+            attach(terms_of(run_folder, clock=clock, timeout_s=1.0), cast("Any", None))
     assert started == []
 
 

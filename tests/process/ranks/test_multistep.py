@@ -14,7 +14,7 @@ import pytest
 import everstep
 from everstep.errors import KeeperError
 from everstep.testing import inspect
-from everstep.trainer.multistep.ending import EndTogether
+from everstep.trainer.multistep.window import EndTogether
 from tests.support.keepers import end_keepers
 from tests.support.ranks.multistep import STEPS, Does, Job, check_resumed, over, report, wanted
 from tests.support.ranks.parallel import LAYOUTS

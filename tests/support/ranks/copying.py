@@ -23,7 +23,7 @@ from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.trainer.attach.terms import KeeperTerms
-from everstep.trainer.job import copies as copies_module
+from everstep.trainer.job import run_folder as folder_module
 
 __all__ = ["FILES", "Job", "names_in", "store", "usable"]
 
@@ -34,7 +34,7 @@ FILES = PosixFileSystem()
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
     """What all ranks find under any place; what is there was copied by hand."""
     tier = MemoryTier()
-    monkeypatch.setattr(copies_module, "open_tier", lambda where, files, clock: tier)
+    monkeypatch.setattr(folder_module, "open_tier", lambda where, files, clock: tier)
     monkeypatch.setattr(KeeperTerms, "copy_to", lambda self, tiers: None)
     return tier
 

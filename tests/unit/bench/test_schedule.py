@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from everstep.cli import app
 from everstep.cli.common.errors import ExitCode
-from everstep.plan.schedule.devices import device
 from everstep.plan.schedule.exact import every_steps
+from everstep.plan.schedule.steps import device
 from everstep.workloads.published import PUBLISHED
 from everstep_bench.options import ScheduleOptions
 from everstep_bench.schedule import report as reports

@@ -175,7 +175,7 @@ def test_our_own_faults_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.M
     assert result.exit_code == ExitCode.USAGE
     monkeypatch.undo()
     monkeypatch.setattr(
-        "everstep.plan.schedule.tracing.difference", None
+        "everstep.plan.schedule.trace.difference", None
     )  # called by everstep itself
     result = CliRunner().invoke(app, ["plan", "schedule", "--model", model])
     assert isinstance(result.exception, TypeError)

@@ -41,7 +41,7 @@ from everstep.state.layout.shards import Seen
 from everstep.state.ranks.writers import RankInfo
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.budget.host_memory import own_budget_bytes
+from everstep.trainer.budget import own_budget_bytes
 from everstep.trainer.job.run_folder import memory_notice, node_names
 from tests.support.ranks.peering import RUN, BodyOfBytes, Ring, copy_of, piece, record_of
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import InfeasibleError, OptionError, UnavailableError
-from everstep.plan.schedule.devices import device, seconds_of
 from everstep.plan.schedule.exact import exact
 from everstep.plan.schedule.schedule import (
     Chunk,
@@ -25,6 +24,7 @@ from everstep.plan.schedule.schedule import (
     problem_of,
     schedule,
 )
+from everstep.plan.schedule.steps import device, seconds_of
 from everstep.plan.schedule.trace import trace_training
 from everstep.workloads.published import published
 from tests.support.checkflow_program import literal, obeys

@@ -13,9 +13,8 @@ import xxhash
 from torch import Tensor, library, nn
 
 from everstep.errors import OptionError, UnsupportedStateError
-from everstep.plan.schedule.devices import DEVICES, device, seconds_of
 from everstep.plan.schedule.recorder import _UNMARKED_WRITES
-from everstep.plan.schedule.steps import Operator, StepTrace
+from everstep.plan.schedule.steps import DEVICES, Operator, StepTrace, device, seconds_of
 from everstep.plan.schedule.trace import trace_training
 from everstep.state.values.tensors import host_bytes
 from everstep.workloads.gpt import GPT, GPTConfig

@@ -1,4 +1,4 @@
-"""``plan/schedule/tracing.py``, ``plan/schedule/trace.py``: where a step is traced, and what is
+"""``plan/schedule/trace.py``: where a step is traced, and what is
 said of it."""
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ from torch import Tensor, library, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import OptionError, UnsupportedStateError
-from everstep.plan.schedule.devices import device, seconds_of, times_of
+from everstep.plan.schedule import trace as trace_module
 from everstep.plan.schedule.schedule import Mode, problem_of, schedule
-from everstep.plan.schedule.steps import WAIT, Operator, StepTrace, difference
-from everstep.plan.schedule.trace import Buckets, trace_training
-from everstep.plan.schedule.tracing import trace_of
+from everstep.plan.schedule.steps import (
+    WAIT,
+    Operator,
+    StepTrace,
+    device,
+    difference,
+    seconds_of,
+    times_of,
+)
+from everstep.plan.schedule.trace import Buckets, trace_of, trace_training
 from everstep.workloads.gpt import GPT, GPTConfig
 from everstep.workloads.published import published
 from tests.support.checkflow_program import obeys
@@ -236,18 +243,21 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("cap_bytes", [None, 600, 100])
-def test_buckets_are_as_torch_has_them(views: bool, cap_bytes: int | None) -> None:
+def test_buckets_are_as_torch_has_them(
+    cap_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real DistributedDataParallel on real tensors, operator by operator and byte by byte."""
     model, _ = normalised(4)
     x = torch.rand(4, 8)
     cap = {} if cap_bytes is None else {"bucket_cap_mb": cap_bytes / 2**20}
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views, **cap)
+    wrapped = DistributedDataParallel(model, **cap)
     real = trace_training(wrapped, sgd(wrapped.parameters()), lambda: wrapped(x).square().mean())
     with torch.device("meta"):
         model, loss = normalised(4)
-        buckets = Buckets(model, 2, bucket_bytes=cap_bytes, views=views)
+        if cap_bytes is not None:
+            monkeypatch.setattr(trace_module, "_BUCKETS_BYTES", (cap_bytes,))
+        buckets = Buckets(model, 2)
         dry = trace_training(model, sgd(model.parameters()), loss, parallel=buckets)
     assert difference(_unsent(real), _unsent(dry)) is None
     reduced = [o for o in dry.operators if o.name == "c10d::allreduce_"]

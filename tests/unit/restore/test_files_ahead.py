@@ -20,8 +20,8 @@ from everstep.restore.fetch.sources import FilesAhead
 from everstep.seams import PosixFileSystem
 from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
+from everstep.trainer.job import job as job_module
 from everstep.trainer.job import run_folder
-from everstep.trainer.job import start as start_module
 from tests.support.ranks.copying import store
 from tests.support.ranks.tiers import apart, fill, sources, started, up_to
 from tests.support.ranks.together import resume, trained
@@ -175,7 +175,7 @@ def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
         return FetchResult([], [])
 
     monkeypatch.setattr(MemoryTier, "open", noting)
-    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
     if shared:
 
         def never(self: FilesAhead, path: PurePath, size_bytes: int) -> None:

@@ -293,7 +293,7 @@ def test_an_error_of_the_disk_is_that_of_each_rank_that_meets_it(ranks: Ranks) -
 def test_the_ranks_of_a_job_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the making of a Checkpointer to what they restore; and nothing is left behind."""
     monkeypatch.setattr("everstep.trainer.job.run_folder.is_local_device", lambda path: False)
-    monkeypatch.setattr("everstep.trainer.job.start.needs_on_disk", lambda *about: all_ranks)
+    monkeypatch.setattr("everstep.trainer.job.job.needs_on_disk", lambda *about: all_ranks)
     shared: list[bool] = []
     begin, close = NodeReads.begin, NodeWindow.close
     closed: list[NodeWindow] = []

@@ -28,7 +28,7 @@ from everstep.state.training_state import State
 from everstep.state.values.tensors import is_dtensor, local_tensor
 from everstep.state.values.tree import split
 from everstep.testing import inspect
-from everstep.trainer.job import start
+from everstep.trainer.job import job as job_module
 from everstep.trainer.session.start import RunStarter
 from tests.support.log.redone import STEPS, resumed, trained
 from tests.support.ranks.sharding import as_rank
@@ -53,13 +53,13 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
         return scan(filesystem, run, *known)
 
     monkeypatch.setattr(rank_sources, "scan_run", noting)
-    fetch = start.fetch_from_peers
+    fetch = job_module.fetch_from_peers
 
     def fetched(*args: Any, **named: Any) -> FetchResult:
         assert fetch(*args, **named) == FetchResult([], [])
         return FetchResult([*brought], [])
 
-    monkeypatch.setattr(start, "fetch_from_peers", fetched)
+    monkeypatch.setattr(job_module, "fetch_from_peers", fetched)
     with trainings(tmp_path / "run0", tmp_path / "run1") as ranks:
         for one in ranks:
             inspect(one.ckpt).starter.job.shared.fetches = True

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.seams.group import TorchGroup
-from everstep.trainer.job.job import join_job
+from everstep.trainer.job.place import join_job
 
 _ROUND = 1024 - 8
 _TIMEOUT_S = 20.0

@@ -14,7 +14,7 @@ import everstep
 from everstep.errors import OutOfSpaceError
 from everstep.state.survey import Shape
 from everstep.state.training_state import State
-from everstep.trainer.budget.host_memory import shape_after_first_update
+from everstep.trainer.budget import shape_after_first_update
 from tests.support.ranks.sharding import as_rank, build
 
 OPTIMIZERS: dict[str, Any] = {

@@ -17,9 +17,9 @@ from everstep.link.messages import RECORD_BYTES
 from everstep.link.pool import Block
 from everstep.seams import Seams
 from everstep.state.ranks.writers import RankInfo
-from everstep.trainer.budget.host_memory import log_dropped_early, peer_log_bytes
+from everstep.trainer.budget import peer_log_bytes
 from everstep.trainer.job.run_folder import peer_notice
-from everstep.trainer.log.log_memory import LogMemory, LogTarget
+from everstep.trainer.log.kept_records import LogMemory, LogTarget, log_dropped_early
 
 SIZE = 100
 TAKEN = PAGE_BYTES + RECORD_BYTES

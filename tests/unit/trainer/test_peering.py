@@ -14,13 +14,9 @@ from everstep.link.messages import JobSession
 from everstep.seams.machine import machine_name
 from everstep.state.ranks.writers import RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers
-from everstep.trainer.budget.host_memory import peer_bytes
-from everstep.trainer.job.run_folder import (
-    node_name,
-    node_names,
-    peer_notice,
-    refuse_single_base_with_peer,
-)
+from everstep.trainer.budget import peer_bytes
+from everstep.trainer.job.place import refuse_single_base_with_peer
+from everstep.trainer.job.run_folder import node_name, node_names, peer_notice
 from tests.support.ranks.together import trainings
 
 

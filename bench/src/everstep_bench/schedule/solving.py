@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from everstep.errors import InfeasibleError
-from everstep.plan.schedule.devices import Device, seconds_of
 from everstep.plan.schedule.exact import exact
 from everstep.plan.schedule.schedule import Mode, Problem, Schedule, problem_of, schedule
-from everstep.plan.schedule.tracing import trace_of
+from everstep.plan.schedule.steps import Device, seconds_of
+from everstep.plan.schedule.trace import trace_of
 from everstep.workloads.published import PUBLISHED, published
 from everstep_bench.harness.display import Display
 

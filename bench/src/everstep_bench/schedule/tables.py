@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from everstep.errors import InfeasibleError
-from everstep.plan.schedule.devices import Device, device, seconds_of
 from everstep.plan.schedule.schedule import Mode, Problem, problem_of, schedule
-from everstep.plan.schedule.steps import StepTrace
-from everstep.plan.schedule.tracing import Optimizers, Training, trace_of
+from everstep.plan.schedule.steps import Device, StepTrace, device, seconds_of
+from everstep.plan.schedule.trace import Optimizers, Training, trace_of
 from everstep.workloads.published import PUBLISHED, published, sentences
 from everstep_bench.harness.display import Display
 from everstep_bench.options import ScheduleOptions

@@ -29,9 +29,9 @@ from everstep.errors import EverstepError, OptionError, UnavailableError
 if TYPE_CHECKING:
     import torch
 
-    from everstep.plan.schedule.devices import Device
     from everstep.plan.schedule.exact import Planned
-    from everstep.plan.schedule.tracing import Optimizers, Training
+    from everstep.plan.schedule.steps import Device
+    from everstep.plan.schedule.trace import Optimizers, Training
 
 _MODULE = "everstep_planned_model"
 _OURS = str(Path(__file__).parents[2])
@@ -112,7 +112,7 @@ def schedule(
     enough, or if the steps of a model differ.
     """
     from everstep.plan.schedule.exact import plan_step
-    from everstep.plan.schedule.tracing import trace_of
+    from everstep.plan.schedule.trace import trace_of
 
     on = _device(gpu, flops, half_flops, memory)
     disk_bytes_per_s = parse_bytes_per_s("--disk", disk)
@@ -183,7 +183,7 @@ def _device(
     """
     import torch
 
-    from everstep.plan.schedule.devices import device
+    from everstep.plan.schedule.steps import device
 
     given = {
         "flops_per_s": None if flops is None else parse_bytes_per_s("--flops", flops),

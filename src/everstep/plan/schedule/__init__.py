@@ -2,11 +2,10 @@
 
 Read in this order:
 
-``steps``     data types of a traced step: operators, lifetimes of tensors
+``steps``     a traced step: operators, their durations, lifetimes of tensors
 ``recorder``  record the operators of a step
-``trace``     trace one training step; operators that DistributedDataParallel adds
-``tracing``   devices for tracing: meta, fake tensors, real ones
-``devices``   durations of operators
+``trace``     trace one training step, on the meta device, fake tensors or a real device; operators
+              that DistributedDataParallel adds
 ``schedule``  the plan as an optimization problem, a heuristic, and a lower bound
 ``exact``     optimal plans by integer programming; a plan for a traced step, with its figures
 ``timeline``  plans from the events of a real step

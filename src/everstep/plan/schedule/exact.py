@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import InfeasibleError, OptionError, UnavailableError
-from everstep.plan.schedule.devices import Device, times_of
 from everstep.plan.schedule.schedule import (
     Group,
     Mode,
@@ -35,7 +34,7 @@ from everstep.plan.schedule.schedule import (
     problem_of,
     schedule,
 )
-from everstep.plan.schedule.steps import StepTrace
+from everstep.plan.schedule.steps import Device, StepTrace, times_of
 
 
 def has_solver() -> bool:

@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         self.entered = name
         if self.device.type == "meta" and any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
-            # tracing.trace_of() recognises this error by the word autocast, and takes fake tensors
+            # trace.trace_of() recognises this error by the word autocast, and takes fake tensors
             # then.
             raise NotImplementedError("autocast does nothing on the meta device")
         if self._steps is None:

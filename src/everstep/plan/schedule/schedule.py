@@ -180,7 +180,7 @@ def problem_of(trace: StepTrace, seconds: Sequence[float], link_bytes_per_s: flo
     operator).
 
     Args:
-        seconds: duration of each operator (:func:`everstep.plan.schedule.devices.seconds_of`).
+        seconds: duration of each operator (:func:`everstep.plan.schedule.steps.seconds_of`).
     """
     marked = any(tensor.first_write == 0 for tensor in trace.state)
     seconds = list(seconds)

@@ -214,14 +214,14 @@ def _rest(problem: Problem, placements: Sequence[Placement]) -> list[Placement]:
         gone[placement.chunk.item] = placement.chunk.end
     last = len(problem.seconds) - 1
     return [
-        Placement(Chunk(number, gone[number], item.size_bytes), _snapshot(item, last), last)
+        Placement(
+            Chunk(number, gone[number], item.size_bytes),
+            item.update - 1 if item.update <= last else None,
+            last,
+        )
         for number, item in enumerate(problem.items)
         if gone[number] < item.size_bytes
     ]
-
-
-def _snapshot(item: Item, interval: int) -> int | None:
-    return item.update - 1 if item.update <= interval else None
 
 
 def _departures(

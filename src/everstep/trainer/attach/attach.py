@@ -11,17 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from everstep.arena import Arena
-from everstep.config import KeeperOptions
-from everstep.errors import (
-    EverstepError,
-    KeeperError,
-    KeeperTimeoutError,
-)
+from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import LogRecord
 from everstep.link import BackgroundChannel, Connection, KeeperInfo, connect
 from everstep.link.messages import PROTOCOL
@@ -32,9 +27,12 @@ from everstep.restore.fetch import KeeperContents, PeerLog
 from everstep.restore.reshard import LogsInMemory
 from everstep.seams import Clock, Seams
 from everstep.seams.locks import file_identity
-from everstep.seams.processes import IoThreads
 from everstep.seams.sockets import close_descriptors
-from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
+from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.attach.terms import KeeperTerms
+
+if TYPE_CHECKING:
+    from everstep.trainer.participant import Participant
 
 _log = logging.getLogger("everstep")
 _START_S = 30.0
@@ -65,18 +63,9 @@ def _find_renamed(run: PurePath, run_id: str, rank: int) -> KeeperInfo | None:
 
 
 def attach(
-    run: PurePath,
-    run_id: str,
-    rank: int,
-    arena_bytes: int,
-    options: KeeperOptions,
-    channel: BackgroundChannel,
-    clock: Clock,
-    *,
-    timeout_s: float,
-    events: KeeperEvents | None = None,
+    terms: KeeperTerms, channel: BackgroundChannel, participants: Sequence[Participant] = ()
 ) -> RemoteKeeper:
-    """Attach to a keeper process with an arena of ``arena_bytes``; start one if there is none.
+    """Attach to a keeper process with an arena of these terms; start one if there is none.
 
     A keeper left by an earlier training process is used again. One with another protocol version
     finishes its work and ends first.
@@ -86,34 +75,37 @@ def attach(
         OutOfSpaceError: The keeper cannot allocate the arena.
         UnavailableError: The keeper, or this process, has no file descriptors left.
     """
+    options = terms.options.keeper
+    rank = terms.ranks.rank
+    clock = terms.seams.clock
     spawn = SpawnOptions(
-        str(run), run_id, rank, options.linger_s, cores=options.cores, threads=options.threads
+        str(terms.run),
+        terms.run_id,
+        rank,
+        options.linger_s,
+        cores=options.cores,
+        threads=options.threads,
     )
     # A keeper that is ending writes its bases first, which may take as long as other waits for
     # storage.
-    deadline_s = clock.monotonic_s() + max(_START_S, timeout_s)
+    deadline_s = clock.monotonic_s() + max(_START_S, terms.timeout_s)
     while clock.monotonic_s() < deadline_s:
         connection, key = _connect(spawn)
         if connection is not None:
             with _name_keeper(key):
                 keeper = _attach_over(
-                    connection, arena_bytes, channel, clock, timeout_s, events=events
+                    connection, terms.arena_bytes, channel, clock, terms.timeout_s, participants
                 )
             if keeper is not None:
                 return keeper
         # The keeper is ending, and still writes bases: a new one can start only after it.
         time.sleep(_RETRY_S)
-    other = _find_renamed(run, run_id, rank)
+    other = _find_renamed(terms.run, terms.run_id, rank)
     raise KeeperError(
-        f"the keeper of {run if other is None else other.run} does not accept this process",
-        path=run,
+        f"the keeper of {terms.run if other is None else other.run} does not accept this process",
+        path=terms.run,
         hint="everstep stop ends it; its log is in the runtime folder (everstep doctor)",
     )
-
-
-def in_background(attach: Callable[[], RemoteKeeper]) -> Future[RemoteKeeper]:
-    """Start a keeper and attach to it, in a thread of its own that ends afterwards."""
-    return IoThreads(1, "everstep-keeper-start").submit(attach)
 
 
 def _connect(spawn: SpawnOptions) -> tuple[Connection | None, str]:
@@ -135,26 +127,6 @@ def _connect(spawn: SpawnOptions) -> tuple[Connection | None, str]:
         _log.info("the keeper of %s is process %d, started in %s", spawn.run, other.pid, other.run)
         return connection, other.key
     return None, other.key
-
-
-def attach_to(
-    key: str, arena_bytes: int, channel: BackgroundChannel, clock: Clock, *, timeout_s: float
-) -> RemoteKeeper | None:
-    """Attach to the keeper with this key; never start one.
-
-    Returns:
-        None if there is none, if it is ending, or if it serves a training process that is alive.
-
-    Raises:
-        KeeperError: It hangs, or belongs to another user.
-        OutOfSpaceError: It cannot allocate the arena.
-    """
-    try:
-        connection = connect(key, timeout_s=0.0)
-    except KeeperTimeoutError:  # there is no keeper
-        return None
-    with _name_keeper(key):
-        return _attach_over(connection, arena_bytes, channel, clock, timeout_s, idle=True)
 
 
 @contextlib.contextmanager
@@ -195,22 +167,11 @@ def _attach_over(
     channel: BackgroundChannel,
     clock: Clock,
     timeout_s: float,
+    participants: Sequence[Participant] = (),
     *,
     idle: bool = False,
-    events: KeeperEvents | None = None,
 ) -> RemoteKeeper | None:
-    arena = _introduce(connection, arena_bytes, timeout_s, idle=idle)
-    if arena is None:
-        return None
-    # From the kernel, so it is the process at the other end, whatever its registration says.
-    pid = connection.peer().pid
-    return RemoteKeeper(connection, arena, pid, channel, clock, timeout_s=timeout_s, events=events)
-
-
-def _introduce(
-    connection: Connection, arena_bytes: int, timeout_s: float, *, idle: bool
-) -> Arena | None:
-    """Send the first message and return the arena that the keeper has made.
+    """Send the first message, and return the keeper with the arena that it has made.
 
     Args:
         idle: True to attach only if the keeper serves no live process, and never end it.
@@ -240,22 +201,34 @@ def _introduce(
         if message.get("kind") == "welcome" and len(fds) == 1:
             try:
                 # The arena keeps a duplicate of the descriptor.
-                return Arena.attach(fds[0])
+                arena = Arena.attach(fds[0])
             finally:
                 close_descriptors(fds)
+            # From the kernel, so it is the process at the other end, whatever its registration
+            # says.
+            pid = connection.peer().pid
+            return RemoteKeeper(
+                connection, arena, pid, channel, clock, participants, timeout_s=timeout_s
+            )
         if message.get("error") is not None:
             raise error_from_wire(message["error"])
         if not idle:
-            # Another protocol version: it makes its bases durable, and closes the connection.
-            # It does so after its registration has ended: before that no new keeper can start.
-            connection.send({"kind": "stop"})
-            while connection.receive(timeout_s) is not None:
-                pass
+            _end_other_version(connection, timeout_s)
         connection.close()
         return None
     except EverstepError:
         connection.close()
         raise
+
+
+def _end_other_version(connection: Connection, timeout_s: float) -> None:
+    """Let a keeper of another protocol version make its bases durable; wait until it ends.
+
+    It closes the connection after its registration has ended: before that no new keeper can start.
+    """
+    connection.send({"kind": "stop"})
+    while connection.receive(timeout_s) is not None:
+        pass
 
 
 # --- Keepers that serve no rank of this job -------------------------------------------
@@ -288,33 +261,30 @@ def orphaned_logs(
     return LogsInMemory(found, tuple(held))
 
 
-def orphaned_state(
-    run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
-) -> KeeperContents:
+def orphaned_state(terms: KeeperTerms) -> KeeperContents:
     """Return the memory of this rank's earlier keeper, for a rank without a keeper process."""
-    for info in keepers_of(run, run_id):
-        if info.rank == rank:
-            return _recalled(info, run, seams, timeout_s) or KeeperContents()
+    for info in keepers_of(terms.run, terms.run_id):
+        if info.rank == terms.ranks.rank:
+            recalled = _recalled(info, terms.run, terms.seams, terms.timeout_s)
+            return recalled or KeeperContents()
     return KeeperContents()
 
 
-def orphaned_by_move(
-    run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
-) -> KeeperContents:
+def orphaned_by_move(terms: KeeperTerms) -> KeeperContents:
     """Return the memory of this rank's keeper if it knows the run by a path that no longer exists.
 
     The folder was moved or renamed while the keeper was running. The keeper cannot write there any
     more, but its memory is as valid as before.
     """
-    for info in keepers_left_by_a_move(run_id):
-        if info.rank != rank:
+    for info in keepers_left_by_a_move(terms.run_id):
+        if info.rank != terms.ranks.rank:
             continue
-        recalled = _recalled(info, run, seams, timeout_s)
+        recalled = _recalled(info, terms.run, terms.seams, terms.timeout_s)
         if recalled is not None:
             _log.warning(
                 "%s was moved from %s while keeper process %d was using it: the contents of its "
                 "memory are used here, and stay there until it ends (everstep stop ends it)",
-                run,
+                terms.run,
                 info.run,
                 info.pid,
             )
@@ -325,10 +295,21 @@ def orphaned_by_move(
 def _recalled(
     info: KeeperInfo, run: PurePath, seams: Seams, timeout_s: float
 ) -> KeeperContents | None:
-    """Return the memory of a keeper; None if it cannot be read."""
+    """Return the memory of a keeper; None if it cannot be read.
+
+    That is the case if there is none, or it is ending, or serves a training process that is alive.
+    """
     channel = BackgroundChannel("warn", seams.clock, progress_timeout_s=timeout_s)
+    connection: Connection | None = None
+    keeper = None
     try:
-        keeper = attach_to(info.key, _ARENA_BYTES, channel, seams.clock, timeout_s=timeout_s)
+        with contextlib.suppress(KeeperTimeoutError):  # there is none
+            connection = connect(info.key, timeout_s=0.0)
+        if connection is not None:
+            with _name_keeper(info.key):
+                keeper = _attach_over(
+                    connection, _ARENA_BYTES, channel, seams.clock, timeout_s, idle=True
+                )
         if keeper is None:
             _log.info("the keeper of rank %d serves another process, or is ending", info.rank)
             return None

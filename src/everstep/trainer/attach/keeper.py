@@ -28,6 +28,7 @@ class ThreadKeeper(BaseWriter):
     lost_steps: Collection[int] = ()
     replica_step = None
     replica_bytes = 0
+    peer_log_step = None
 
     def forget(self, capture: Capture) -> None:
         """Do nothing: this keeper ends with the process that overwrites the memory."""

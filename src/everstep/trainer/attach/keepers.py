@@ -28,17 +28,11 @@ from everstep.restore.fetch import KeeperContents
 from everstep.run.fence import Fence
 from everstep.seams import Clock
 from everstep.seams.mailbox import ReservedPort, TcpMailbox
+from everstep.seams.processes import IoThreads
 from everstep.tiers import storage_errors
-from everstep.trainer.attach.attach import (
-    attach,
-    in_background,
-    is_there,
-    orphaned_by_move,
-    orphaned_state,
-)
+from everstep.trainer.attach.attach import attach, is_there, orphaned_by_move, orphaned_state
 from everstep.trainer.attach.keeper import Keeper, Service, ThreadKeeper
-from everstep.trainer.attach.remote import KeeperEvents, RemoteKeeper
-from everstep.trainer.attach.requests import ignore_if_lost
+from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.attach.terms import KeeperTerms
 
 if TYPE_CHECKING:
@@ -149,7 +143,7 @@ class ReplacementAttempts:
 _log = logging.getLogger("everstep")
 
 
-class Keepers(KeeperEvents):
+class Keepers:
     """Manage the keeper in service, and the memory that captures go through.
 
     Args:
@@ -160,8 +154,6 @@ class Keepers(KeeperEvents):
         service: keeper in service and its timeline; None before the first.
         pool: memory for captures; None with ``sync``.
         attempts: attempts to replace a lost keeper.
-        peer_log_step: newest step of this timeline whose log this rank's peer holds, as last
-            reported.
     """
 
     def __init__(
@@ -185,25 +177,7 @@ class Keepers(KeeperEvents):
         self.attempts = ReplacementAttempts(terms.seams.clock)
         self.service: Service | None = None
         self.pool: CapturePool | None = None
-        self.peer_log_step: int | None = None
-
-    def log_on_disk(self, number: int) -> None:
-        """Note that log records up to ``number`` are on disk; 0 if the keeper was lost."""
-        for participant in self._participants:
-            participant.log_on_disk(number)
-
-    def replica_stopped(self, why: str, for_good: bool) -> None:
-        """Note that the keeper's replica has stopped."""
-        for participant in self._participants:
-            participant.replica_stopped(why, for_good)
-
-    def peered(self, base: int | None, step: int | None) -> None:
-        """Note that the peers hold a base, or this rank's peer holds its log up to a step."""
-        if base is not None:
-            for participant in self._participants:
-                participant.base_everywhere(base)
-        if step is not None:
-            self.peer_log_step = step
+        self._peer_log_step: int | None = None  # at the end
 
     @property
     def current(self) -> Keeper | None:
@@ -235,7 +209,8 @@ class Keepers(KeeperEvents):
             if self._remote is None or self._remote.lost is not None:
                 if while_ranks_meet and not is_there(terms.run, terms.run_id, terms.ranks.rank):
                     self._remote = None
-                    self._starting = in_background(self._attach)
+                    # In a thread of its own that ends afterwards.
+                    self._starting = IoThreads(1, "everstep-keeper-start").submit(self._attach)
                 else:
                     self._attached(self._attach())
         elif terms.options.method.base != "sync" and self.pool is None:
@@ -282,10 +257,7 @@ class Keepers(KeeperEvents):
         found = self._recall_here(own=own)
         if own or found.base is not None or found.records or not self.terms.may_be_kept:
             return found
-        terms = self.terms
-        moved = orphaned_by_move(
-            terms.run, terms.run_id, terms.ranks.rank, terms.seams, timeout_s=terms.timeout_s
-        )
+        moved = orphaned_by_move(self.terms)
         return found if moved.base is None and not moved.records else moved
 
     def _recall_here(self, *, own: bool) -> KeeperContents:
@@ -297,9 +269,7 @@ class Keepers(KeeperEvents):
             thread = None if self.service is None else self.service.thread
             store = None if thread is None else thread.records
             if not own and terms.may_be_kept:
-                return orphaned_state(
-                    terms.run, terms.run_id, terms.ranks.rank, terms.seams, timeout_s=timeout_s
-                )
+                return orphaned_state(terms)
             if not own or store is None:
                 return KeeperContents()
             store.flush()  # before the new timeline, which fences this one off
@@ -365,7 +335,6 @@ class Keepers(KeeperEvents):
             self._channel.took_over(timeline)
             self.attempts.why_not = None
         self._job_session = job_session
-        self.peer_log_step = None
         # Before the service is replaced: the sum includes the keeper in service.
         self._past_stats = self.stats
         if opened:  # otherwise durable bases of the timeline stay valid
@@ -398,7 +367,7 @@ class Keepers(KeeperEvents):
                 terms.log(),
                 terms.identity(timeline),
                 self._channel.post,
-                self.log_on_disk,
+                self._log_on_disk,
                 timeout_s=timeout_s,
             )
             records = LogStore(self.pool.arena, segments)
@@ -423,10 +392,20 @@ class Keepers(KeeperEvents):
         keeper.sweep()
         return keeper
 
+    def _log_on_disk(self, number: int) -> None:
+        """Note that the keeper thread has written log records up to ``number``."""
+        for participant in self._participants:
+            participant.log_on_disk(number)
+
     @property
     def replica_step(self) -> int | None:
         """Step of the keeper's replica, as last reported; None without one."""
         return None if self.current is None else self.current.replica_step
+
+    @property
+    def peer_log_step(self) -> int | None:
+        """Newest step of this timeline whose log this rank's peer holds, as last reported."""
+        return self._peer_log_step if self.current is None else self.current.peer_log_step
 
     @property
     def host_bytes(self) -> int:
@@ -494,10 +473,15 @@ class Keepers(KeeperEvents):
             self._fence.check()
         self.open()
         assert self._remote is not None
-        with ignore_if_lost(self._remote):  # if it is lost, too, the next call replaces it
+        try:
             self._remote.settle(self.terms.timeout_s)  # it may still write our captures
             if job_session is not None:  # at the address that other ranks know
                 self.listen(*job_session.peers[job_session.rank])
+        except KeeperError:
+            # If it is lost, too, the next call replaces it. One that is not marked lost has refused
+            # something: that is a real error.
+            if self._remote.lost is None:
+                raise
         self.attempts.replaced += 1
         again_there = job_session and dataclasses.replace(job_session, again=True, lost=steps)
         self.serve(timeline, job_session=again_there, opened=False)
@@ -519,6 +503,7 @@ class Keepers(KeeperEvents):
             self.ready()
         if self.current is not None:
             self._past_stats = self.stats
+            self._peer_log_step = self.peer_log_step
             self.current.close(stay=stay)
         if self._remote is not None and self._remote is not self.current:
             self._remote.close(stay=stay)
@@ -528,14 +513,4 @@ class Keepers(KeeperEvents):
             self.pool.close()
 
     def _attach(self) -> RemoteKeeper:
-        return attach(
-            self.terms.run,
-            self.terms.run_id,
-            self.terms.ranks.rank,
-            self.terms.arena_bytes,
-            self.terms.options.keeper,
-            self._channel,
-            self.terms.seams.clock,
-            timeout_s=self.terms.timeout_s,
-            events=self,
-        )
+        return attach(self.terms, self._channel, self._participants)

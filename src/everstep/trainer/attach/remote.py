@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.arena import Arena
 from everstep.commit import BaseId
@@ -46,21 +46,10 @@ from everstep.trainer.attach.requests import (
 )
 from everstep.trainer.attach.terms import KeeperTerms
 
+if TYPE_CHECKING:
+    from everstep.trainer.participant import Participant
+
 _GRACE_S = 1.0
-
-
-class KeeperEvents:
-    """Receiver of what a keeper reports about log, peers and replica; this one ignores it, for a
-    keeper whose memory is only read. Called in any thread."""
-
-    def log_on_disk(self, number: int) -> None:
-        """Note that log records up to ``number`` are on disk; 0 if the keeper was lost."""
-
-    def peered(self, base: int | None, step: int | None) -> None:
-        """Note that all peers hold the base of a step, or a peer holds the log up to ``step``."""
-
-    def replica_stopped(self, why: str, for_good: bool) -> None:
-        """Note that the replica has stopped; ``for_good`` if it will not start again."""
 
 
 class Silence:
@@ -75,7 +64,7 @@ class Silence:
     """
 
     def __init__(self, clock: Clock, pid: int, timeout_s: float) -> None:
-        self._clock = clock
+        self.clock = clock
         self._pid = pid
         self.timeout_s = timeout_s
         self.grace_s = _GRACE_S
@@ -87,7 +76,7 @@ class Silence:
 
         Called in any thread.
         """
-        self._received_s = self._clock.monotonic_s()
+        self._received_s = self.clock.monotonic_s()
         self._received.set()
 
     def check(self) -> None:
@@ -106,7 +95,7 @@ class Silence:
         """
         if not self._is_over(max(self._received_s, self._reported_s)):
             return None  # the usual case
-        self._reported_s = self._clock.monotonic_s()
+        self._reported_s = self.clock.monotonic_s()
         return self._error()
 
     def _is_over(self, since_s: float) -> bool:
@@ -116,7 +105,7 @@ class Silence:
         paused (or a long call has kept other threads from running), messages may be waiting that
         the reader thread has had no time to read.
         """
-        if self._clock.monotonic_s() - since_s <= self.timeout_s:
+        if self.clock.monotonic_s() - since_s <= self.timeout_s:
             return False
         # A message that arrived just before this line is missed, but a live keeper sends several a
         # second, so the next one arrives within the grace period.
@@ -124,7 +113,7 @@ class Silence:
         return not self._received.wait(self.grace_s)
 
     def _error(self) -> DeadlineError:
-        silent_s = self._clock.monotonic_s() - self._received_s
+        silent_s = self.clock.monotonic_s() - self._received_s
         return DeadlineError(
             f"the keeper (process {self._pid}) has sent no message for {silent_s:.0f} s",
             hint="it is stopped (kill -CONT continues it), or hangs, or this machine is "
@@ -146,7 +135,7 @@ class RemoteKeeper:
         arena: shared memory that the keeper has made.
         pid: keeper process.
         timeout_s: seconds without a message after which the keeper counts as hung.
-        events: receives what the keeper reports about log, peers and replica.
+        participants: receive what the keeper reports about log, peers and replica.
 
     Attributes:
         stats: statistics, as last reported by the keeper.
@@ -155,6 +144,8 @@ class RemoteKeeper:
         lost_steps: steps of the bases lost with it, or requested after that.
         replica_step: step of its replica, as last reported; None without one.
         replica_applied: number of the last log record that the replica has applied.
+        peer_log_step: newest step of this timeline whose log this rank's peer holds, as last
+            reported.
         moves, log_moves: counters of its progress with bases and with the log.
     """
 
@@ -165,18 +156,17 @@ class RemoteKeeper:
         pid: int,
         channel: BackgroundChannel,
         clock: Clock,
+        participants: Sequence[Participant] = (),
         *,
         timeout_s: float,
-        events: KeeperEvents | None = None,
     ) -> None:
-        self._events = events or KeeperEvents()
+        self._participants = participants
         self.arena = arena
         self.pid = pid
         self.stats = KeeperStats()
         self.lost: EverstepError | None = None
         self._connection = connection
         self._channel = channel
-        self._clock = clock
         self.silence = Silence(clock, pid, timeout_s)
         self._changed = Condition()
         self._waiting: dict[int, Capture] = {}  # until durable or failed, and retention is over
@@ -192,6 +182,7 @@ class RemoteKeeper:
         self._rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
         self.replica_applied = self.replica_bytes = 0
+        self.peer_log_step: int | None = None
         self._timeline = self.written_bytes = self.moves = self.log_moves = 0
         self._hung = self._closing = self._recalled = self.replaced = False
         self.lost_steps = set[int]()
@@ -225,9 +216,8 @@ class RemoteKeeper:
         self._timeline = timeline
         self.stats = KeeperStats()
         self.silence.message_received()  # a keeper that serves no process sends nothing
-        self.replica_step = None
-        self.replica_applied = 0
-        self.replica_bytes = 0
+        self.replica_step = self.peer_log_step = None
+        self.replica_applied = self.replica_bytes = 0
         self._send(
             {
                 "kind": "serve",
@@ -453,8 +443,8 @@ class RemoteKeeper:
             DeadlineError: The timeout is over, or the keeper sends no messages.
             EverstepError: A base has failed, and the policy is to raise.
         """
-        patience = WaitDeadline(self._clock, timeout_s)
-        moves = ReplicaProgress(self._clock, self.silence.timeout_s)
+        patience = WaitDeadline(self.silence.clock, timeout_s)
+        moves = ReplicaProgress(self.silence.clock, self.silence.timeout_s)
         for message in list(self._unsent.values()):
             # Marked as repeated: the keeper may have persisted the capture already.
             self._send({**message, "again": True})
@@ -608,15 +598,24 @@ class RemoteKeeper:
     def _on_event(self, kind: str, message: dict[str, Any]) -> None:
         """Handle an event of the log, the peers or the replica."""
         if kind == "replica_stopped":
-            self._events.replica_stopped(message["why"], message["for_good"])
+            for participant in self._participants:
+                participant.replica_stopped(message["why"], message["for_good"])
         elif kind == "logged":
-            self._events.log_on_disk(message["upto"])
+            self._log_on_disk(message["upto"])
         elif kind == "peered":
-            self._events.peered(message["base"], message["step"])
+            if message["base"] is not None:
+                for participant in self._participants:
+                    participant.base_everywhere(message["base"])
+            if message["step"] is not None:
+                self.peer_log_step = message["step"]
         elif kind == "rebuilt":
             on_rebuilt = self._rebuilding.pop(message["number"], None)
             if on_rebuilt is not None:
                 on_rebuilt(message["whole"])
+
+    def _log_on_disk(self, number: int) -> None:
+        for participant in self._participants:
+            participant.log_on_disk(number)
 
     def _end(self, number: int, error: EverstepError | None, size_bytes: int) -> None:
         """End a base that is durable or has failed. Retention may still be running."""
@@ -650,7 +649,7 @@ class RemoteKeeper:
             self._changed.notify_all()
         # Without the lock: callbacks of futures and on_end() take other locks.
         self._replica_requests.lose(self.lost)
-        self._events.log_on_disk(0)  # wake callers that wait for the log; they read ``lost``
+        self._log_on_disk(0)  # wake callers that wait for the log; they read ``lost``
         for capture in captures:
             fail(capture.save.durable, self.lost)
             capture.on_end(capture)

@@ -5,10 +5,9 @@ Deadlines and errors of waiting for a keeper.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from everstep.errors import DeadlineError, EverstepError, KeeperError, StateError
 from everstep.link import Save, complete, fail
@@ -200,22 +199,6 @@ _LOOK_AGAIN_S = 0.2
 """Interval in which a waiting thread checks for hung storage and shows progress."""
 
 _REPLICA_TIMEOUT_MIN_S = 60.0
-
-
-class _MayBeLost(Protocol):
-    lost: EverstepError | None
-
-
-@contextlib.contextmanager
-def ignore_if_lost(keeper: _MayBeLost) -> Iterator[None]:
-    """Suppress a KeeperError if the keeper is lost: the caller's next liveness check handles
-    the loss."""
-    try:
-        yield
-    except KeeperError:
-        # A keeper that is not marked lost has refused something: that is a real error.
-        if keeper.lost is None:
-            raise
 
 
 def storage_hang_error(count: int) -> DeadlineError:

@@ -15,7 +15,6 @@ by torch's version counters, large ones in host memory by a few elements as well
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +28,7 @@ from everstep.format.header import ShardPlan, plan_files
 from everstep.link.capture import shard_offsets
 from everstep.seams.memory import copy_memory
 from everstep.state.layout import ShardLayout
-from everstep.state.survey import Shape, Survey
+from everstep.state.survey import Shape, Survey, same_objects
 from everstep.state.values.tensors import host_bytes
 
 
@@ -98,13 +97,16 @@ class PreparedBase:
     ends: Mapping[str, int]
     _tensors: Mapping[str, torch.Tensor] | None = None  # of the last survey
     _gated_tensors: tuple[torch.Tensor, ...] = ()
-    _gated_batches: tuple[Batch, ...] = ()
     _marked_tensors: tuple[torch.Tensor, ...] = ()
     _marked_batches: tuple[Batch, ...] = ()
-    _check: SpotCheck | None = None
-    _versions: Versions | None = None
     _copies: PlannedCopies | None = None
     _owned: dict[str | None, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def layouts(self) -> list[tuple[ShardLayout, int]]:
+        """Return the layout of each shard, with its offset in the block."""
+        pairs = zip(self.shards, self.offsets, strict=True)
+        return [(shard.layout, offset) for shard, offset in pairs]
 
     @property
     def objects_bytes(self) -> int:
@@ -132,42 +134,20 @@ class PreparedBase:
             identity = replace(identity, behind_mark=True)
         return BasePlan(identity, self.shards, self.kinds)
 
-    def gated_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
-        """Return the copies that may run after the step mark, in file order."""
-        self._follow(tensors)
-        return self._gated_batches
-
     def copies(self, tensors: Mapping[str, torch.Tensor]) -> PlannedCopies:
         """Return the copies that may run after the step mark, with gates and checks."""
-        gated = self.gated_batches(tensors)
-        # By identity: new batches mean that samples and counters refer to other tensors.
-        if self._copies is None or self._copies.batches is not gated:
-            check = self.spot_check(tensors) if gated else None
-            versions = self.versions(tensors) if gated else None
-            self._copies = PlannedCopies(gated, self.ends, check, versions)
+        self._follow(tensors)
+        if self._copies is None:
+            # A dict: ordered, so that the same entry is named in each process.
+            names = dict.fromkeys(self.gated)
+            batches = Runs(self._batches(tensors, frozenset(self.gated)))
+            self._copies = PlannedCopies.of(batches, self.ends, self.layouts, tensors, names)
         return self._copies
 
     def marked_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
         """Return the copies that must be made at the step mark."""
         self._follow(tensors)
         return self._marked_batches
-
-    def spot_check(self, tensors: Mapping[str, torch.Tensor]) -> SpotCheck:
-        """Return the spot check of the gated entries; call :meth:`gated_batches` before."""
-        if self._check is None:
-            layouts = [
-                (shard.layout, offset)
-                for shard, offset in zip(self.shards, self.offsets, strict=True)
-            ]
-            self._check = SpotCheck(layouts, tensors, frozenset(self.gated))
-        return self._check
-
-    def versions(self, tensors: Mapping[str, torch.Tensor]) -> Versions:
-        """Return the version counters of the gated entries."""
-        self._follow(tensors)
-        if self._versions is None:
-            self._versions = Versions({name: tensors[name] for name in self.gated})
-        return self._versions
 
     def _follow(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Plan the copies again where tensors were replaced.
@@ -176,16 +156,13 @@ class PreparedBase:
         if tensors is self._tensors:
             return
         gated = tuple(tensors[name] for name in self.gated)
-        if not _same(gated, self._gated_tensors):
-            # Cleared first and set last: an interrupt in between must not leave a plan that is
-            # taken for one of the new tensors.
-            self._gated_tensors = ()
-            self._check = None
-            self._versions = None
-            self._gated_batches = Runs(self._batches(tensors, frozenset(self.gated)))
+        if not same_objects(gated, self._gated_tensors):
+            # Cleared first: an interrupt in between must not leave a plan that is taken for one of
+            # the new tensors.
+            self._copies = None
             self._gated_tensors = gated
         marked = tuple(tensors[name] for name in self.marked)
-        if not _same(marked, self._marked_tensors):
+        if not same_objects(marked, self._marked_tensors):
             self._marked_batches = self._batches(tensors, frozenset(self.marked))
             self._marked_tensors = marked
         self._tensors = tensors
@@ -195,8 +172,8 @@ class PreparedBase:
     ) -> tuple[Batch, ...]:
         return tuple(
             batch
-            for shard, offset in zip(self.shards, self.offsets, strict=True)
-            for batch in plan_batches(shard.layout, tensors, names, offset=offset)
+            for layout, offset in self.layouts
+            for batch in plan_batches(layout, tensors, names, offset=offset)
         )
 
 
@@ -242,10 +219,6 @@ def prepare_base(
         marked=tuple(entry.name for entry in shape.entries if entry.name not in gated_names),
         ends=ends,
     )
-
-
-def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 Tag = tuple[int, int | None]

@@ -13,16 +13,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
 from typing import Any
 
 import torch
 
-from everstep.capture import Lane, Transfer, Versions
+from everstep.capture import Transfer, Versions
 from everstep.capture.cuda import refuse_graph_capture
 from everstep.capture.lane import LiveBody
 from everstep.capture.spot_check import Sample
-from everstep.config import Options
 from everstep.errors import (
     AuditError,
     DeadlineError,
@@ -31,18 +29,23 @@ from everstep.errors import (
     OutOfSpaceError,
 )
 from everstep.format import BasePlan, ShardIdentity
-from everstep.link import BackgroundChannel, Save, as_everstep_error, complete, fail, failing_save
+from everstep.link import Save, as_everstep_error, complete, fail, failing_save
 from everstep.link.capture import Capture, Incoming
 from everstep.link.pool import Block, CapturePool
 from everstep.link.save import changed_during_copy_error
-from everstep.seams import Clock, failpoint
+from everstep.seams import failpoint
 from everstep.seams.processes import wait_done
 from everstep.state.survey import Survey
-from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper, Service
 from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase, prepare_base
 from everstep.trainer.budget import bases_in_flight_max, check_disk_budget
-from everstep.trainer.participant import BaseRequest, Mark, Participant, RestoredState
+from everstep.trainer.participant import (
+    BaseRequest,
+    Mark,
+    Participant,
+    RestoredState,
+    TrainingContext,
+)
 
 NotifyKeeper = Callable[[Capture, Mapping[str, bytes]], None]
 """Notify the keeper that a capture is complete, with its encoded objects; in the lane's thread."""
@@ -64,22 +67,13 @@ class Saver(Participant):
     copies_in_flight = 2
     parks = False  # True if it captures every step
 
-    def __init__(
-        self,
-        options: Options,
-        run: PurePath,
-        state: State,
-        lane: Lane,
-        channel: BackgroundChannel,
-        clock: Clock,
-        participants: Sequence[Participant],
-    ) -> None:
+    def __init__(self, context: TrainingContext, participants: Sequence[Participant]) -> None:
+        options = context.options
+        self._context = context
         self._options = options
-        self._run = run
-        self._state = state
-        self._lane = lane
-        self._channel = channel
-        self._clock = clock
+        self._state = context.state
+        self._lane = context.lane
+        self._clock = context.clock
         self._service: Service | None = None
         self._pool: CapturePool | None = None
         self._last: Save | None = None
@@ -97,7 +91,7 @@ class Saver(Participant):
         self.stall_s = dict.fromkeys(causes, 0.0)
         if options.is_multistep:
             self.stall_s["gradients"] = 0.0
-        self.last_save_s = clock.monotonic_s()
+        self.last_save_s = context.clock.monotonic_s()
 
     def start(self, service: Service) -> None:
         """Send bases to the keeper in service from now on."""
@@ -183,9 +177,8 @@ class Saver(Participant):
         identity = request.identity
         in_memory = request.in_memory
         last = self._last
-        base = (identity.timeline, identity.step)
-        there = last is not None and (last.timeline, last.step) == base
-        if last is not None and there and (in_memory or not last.in_memory) and not last.is_lost:
+        there = last is not None and last.is_of(identity) and not last.is_lost
+        if last is not None and there and (in_memory or not last.in_memory):
             return last
         save = Save(identity.step, identity.timeline, in_memory=in_memory)
         self.saves += 1
@@ -196,7 +189,7 @@ class Saver(Participant):
         process = None if self._service is None else self._service.process
         if save.is_lost and process is not None and process.lost is not None:
             process.lost_steps.add(save.step)  # other ranks may still commit their shards of it
-        self._channel.check()
+        self._context.channel.check()
         return save
 
     @contextlib.contextmanager
@@ -217,7 +210,7 @@ class Saver(Participant):
         The loss of the keeper is not reported here: the session that replaces the keeper reports it
         once, whether or not a base was in progress."""
         if not self.is_keeper_loss(error):
-            self._channel.post(error)
+            self._context.channel.post(error)
 
     def is_keeper_loss(self, error: EverstepError) -> bool:
         """Return True if ``error`` is the loss of the keeper in service and nothing else."""
@@ -274,7 +267,7 @@ class Saver(Participant):
             OutOfSpaceError: they do not.
         """
         if self._options.budget.disk_bytes is not None:
-            check_disk_budget(self._options, self._run, plan.size_bytes + more_bytes)
+            check_disk_budget(self._options, self._context.run, plan.size_bytes + more_bytes)
 
     def copy_everything_at_mark(self) -> None:
         """Copy everything at the step mark from now on: some code writes to the state without
@@ -333,8 +326,7 @@ class Saver(Participant):
         return self._prepared
 
     def _persist_now(self, plan: BasePlan, survey: Survey, save: Save, *, show: bool) -> None:
-        start_s = self._clock.monotonic_s()
-        try:
+        with self.stalled("persist"):
             assert self._service is not None
             keeper = self._service.thread
             assert keeper is not None
@@ -346,8 +338,6 @@ class Saver(Participant):
             ]
             keeper.persist(plan, bodies, save, show=show)
             save.staged.set_result(None)
-        finally:
-            self.stall_s["persist"] += self._clock.monotonic_s() - start_s
 
     def _capture(self, prepared: PreparedBase, plan: BasePlan, survey: Survey, save: Save) -> None:
         """Begin to copy the state into the arena; copy now the entries that may change now."""

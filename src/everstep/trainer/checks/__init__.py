@@ -3,8 +3,8 @@
 Runs in the training process. The modules are independent of each other:
 
 - ``keeper_replay``: refuses states whose updates a keeper cannot repeat.
-- ``step_order``: warns when ``ckpt.step()`` is called before the step is complete.
-- ``untracked``: warns of optimizers and schedulers that are not part of the state.
+- ``training_loop``: warns of optimizers, schedulers and compressors that are not part of the state,
+  and when ``ckpt.step()`` is called before the step is complete.
 - ``first_batches``: warns of lost data and random numbers after a resume.
 """
 
@@ -14,8 +14,14 @@ from everstep.trainer.checks.keeper_replay import (
     require_replicable,
     why_inexact,
 )
-from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
-from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
+from everstep.trainer.checks.training_loop import (
+    PendingGradients,
+    PendingScalers,
+    UntrackedOptimizers,
+    UntrackedSchedulers,
+    residual_bytes,
+    warn_of_unsaved_residuals,
+)
 
 __all__ = [
     "FirstBatches",
@@ -25,5 +31,7 @@ __all__ = [
     "UntrackedSchedulers",
     "require_replayable",
     "require_replicable",
+    "residual_bytes",
+    "warn_of_unsaved_residuals",
     "why_inexact",
 ]

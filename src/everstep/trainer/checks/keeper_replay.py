@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from everstep.errors import UnsupportedStateError
 from everstep.link.recordable import replay_refusal
 from everstep.replay import is_elementwise, kind_name
@@ -30,13 +32,8 @@ def require_replicable(state: State) -> None:
             "is in no DistributedDataParallel of exactly the ranks that train it"
         )
         found.append((name, why))
-    if found:
-        listed = "\n".join(f"  {key}: {why}" for key, why in found)
-        raise UnsupportedStateError(
-            f"a replica cannot follow {len(found)} kind(s) of updates:\n{listed}",
-            leaves=tuple(found),
-            hint="apply='recovery' (method=\"logged\") applies the log when it is needed",
-        )
+    hint = "apply='recovery' (method=\"logged\") applies the log when it is needed"
+    _refuse(f"a replica cannot follow {len(found)} kind(s) of updates", found, hint)
 
 
 def require_replayable(state: State) -> None:
@@ -48,13 +45,14 @@ def require_replayable(state: State) -> None:
     optimizers = state.optimizers.items()
     refused = [(key, why) for key, o in optimizers if (why := replay_refusal(local_optimizer(o)))]
     found = refused or _unknown_to_keepers(state)
+    hint = 'method="lazy" copies the state in one step'
+    _refuse(f"a base over several steps cannot follow {len(found)} optimizer(s)", found, hint)
+
+
+def _refuse(problem: str, found: Sequence[tuple[str, str]], hint: str) -> None:
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
-        raise UnsupportedStateError(
-            f"a base over several steps cannot follow {len(found)} optimizer(s):\n{listed}",
-            leaves=tuple(found),
-            hint='method="lazy" copies the state in one step',
-        )
+        raise UnsupportedStateError(f"{problem}:\n{listed}", leaves=tuple(found), hint=hint)
 
 
 def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:

@@ -2,17 +2,21 @@
 
 Runs in the training process. Read in this order:
 
-- ``job``: one rank of a job, which may be its only one; its place and its folder.
-- ``run_folder``: opens the run folders of all ranks as the same run; decides which node's
-  memory holds whose copies.
-- ``start``: one start of all ranks.
-- ``option_check``: checks that all ranks were given the same options.
-- ``copies``: opens places for copies.
+- ``place``: folder, ranks and places for copies of one process; a job of one.
+- ``job``: one rank of a job: its folder, its exchanges with the others, and one start of all ranks.
+- ``run_folder``: opens the run folders of all ranks as the same run, with the same options; decides
+  which node's memory holds whose copies.
 """
 
-from everstep.trainer.job.copies import seams_with_copies, with_source
-from everstep.trainer.job.job import Job, RunPlace, resume_as_job_of_one
-from everstep.trainer.job.run_folder import memory_notice, peer_notice, refuse_single_base_with_peer
+from everstep.trainer.job.job import Job
+from everstep.trainer.job.place import (
+    RunPlace,
+    refuse_single_base_with_peer,
+    resume_as_job_of_one,
+    seams_with_copies,
+    with_source,
+)
+from everstep.trainer.job.run_folder import memory_notice, peer_notice
 
 __all__ = [
     "Job",

@@ -1,43 +1,54 @@
-"""One rank of a job: its run folder, its starts, and exchanges with the other ranks.
+"""One rank of a job of several ranks: its run folder, its starts, and exchanges with the others.
 
-:mod:`~everstep.trainer.job.run_folder` opens the folders when the Checkpointers are made, and
-:mod:`~everstep.trainer.job.start` drives a resume.
+:mod:`~everstep.trainer.job.run_folder` opens the folders when the Checkpointers are made.
 
-Place of a run: its folder, the ranks that train it, and the places for copies of it.
+A start has three exchanges between the trainers. First every rank reports its addresses and how it
+starts. Then the ranks agree on a base and restore it (:func:`resume_all_ranks`), over mailboxes
+that belong to this start only. Finally every rank reports the data it has read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
-from everstep.commit.job import COORDINATOR, Choice
-from everstep.config import Options
-from everstep.link.messages import JobSession
-from everstep.restore.fetch import Copies, Meeting
-from everstep.restore.fetch.copies import RunWithCopies
-from everstep.restore.start import RankLog, Resumed, ResumeRequest, needs_on_disk, resume_all_ranks
-from everstep.run.folder import open_run_folder
+from everstep.commit.job import Choice, Needs, Offer
+from everstep.commit.job.messages import StartFailed
+from everstep.errors import DeadlineError
+from everstep.link.messages import JobSession, mailbox_error
+from everstep.restore.fetch import FetchCopies, Meeting, StartChannel
+from everstep.restore.fetch.peers import FetchResult, OfferExtras, fetch_from_peers, run_file_opener
+from everstep.restore.fetch.start_channel import failure_reason, remote_failure
+from everstep.restore.start import (
+    RankLog,
+    Resumed,
+    ResumeRequest,
+    doubted,
+    needs_on_disk,
+    recovery_report,
+    resume_all_ranks,
+    with_ranks,
+)
 from everstep.seams import Seams
-from everstep.seams.group import Group, group_of_job, store_survives_restarts
-from everstep.seams.mailbox import NoMailbox
-from everstep.state.ranks import ONE_RANK, RankInfo
+from everstep.seams.fingerprint import fingerprint
+from everstep.seams.group import Group
+from everstep.seams.machine import memory_available_bytes
+from everstep.seams.mailbox import TcpMailbox
+from everstep.state.ranks import RankInfo
+from everstep.state.training_state import State
 from everstep.tiers import PeerOptions, TierOptions
-from everstep.tiers.options import split_peers, validate_tiers
 from everstep.trainer.attach.attach import orphaned_logs
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.job.option_check import refuse_unaudited, refuse_unsupported, shared_options
-from everstep.trainer.job.run_folder import SharedRun, open_shared_run, refuse_peer_without_ranks
-from everstep.trainer.job.start import JobStart, StartResult, reporting_failure
+from everstep.trainer.job.run_folder import SharedRun, open_shared_run, refuse_other_calls
 
-_log = logging.getLogger("everstep")
+_T = TypeVar("_T")
 
 
 class Job:
@@ -105,7 +116,7 @@ class Job:
         """
         with self.reporting_failure():
             near = self.shared.ranks_with_memory_of(self.info.rank)
-            log = _rank_log(request, self.shared.run_id, self.info.rank, near)
+            log = rank_log(request, self.shared.run_id, self.info.rank, near)
         with contextlib.closing(log):
             return self._start(request, keeper, log)
 
@@ -117,38 +128,15 @@ class Job:
         """
         return self._start(request, keeper, None)
 
-    def _start(self, request: ResumeRequest, keeper: Keepers, log: RankLog | None) -> Resumed:
-        start = JobStart(
-            self._group.host, self.exchange, self.info, self.shared, timeout_s=self._timeout_s
-        )
-        result = start.start(request, keeper, log)
-        self.resumed_durable = result.choice.durable or result.choice.base is None
-        self.job_session = self._session_of(result)
-        return result.resumed
-
-    def _session_of(self, result: StartResult) -> JobSession:
-        """Return this rank's place in a start.
-
-        Retention must not rely on a base that is partly in copies only. Its files on the disks are
-        not removed, either.
-        """
-        choice: Choice = result.choice
-        on_disks = choice.durable and choice.base not in choice.elsewhere
-        return JobSession(
-            result.session,
-            self.info.rank,
-            self.shared.disks,
-            result.keepers,
-            choice.base if on_disks else None,
-            None if on_disks else choice.base,
-            tuple(sorted({*choice.unreadable, *choice.elsewhere})),
-            nodes=self.info.nodes,
-            unread=any(read.source != "disk" for read in result.resumed.reads),
-        )
-
-    def reporting_failure(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which an error before a start is sent to the other ranks."""
-        return reporting_failure(self.exchange)
+    @contextlib.contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """Send an error of this rank before a start to the others, which would otherwise wait."""
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(DeadlineError):  # the first error is the cause
+                self.exchange("start together", {"error": failure_reason(error)})
+            raise
 
     def exchange(self, purpose: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Send a message to all ranks, and return those of all ranks, by rank.
@@ -166,59 +154,175 @@ class Job:
         """Start a vote without waiting; see :meth:`.Group.begin_any`."""
         return self._group.begin_any(purpose, mine)
 
+    # --- A start ------------------------------------------------------------------------
 
-def join_job(seams: Seams, timeout_s: float) -> Job | None:
-    """Return the job that this process is a rank of; None if it trains alone.
+    def _start(self, request: ResumeRequest, keeper: Keepers, log: RankLog | None) -> Resumed:
+        """Start with all ranks.
 
-    Raises:
-        StateError: The process was started as one of several, but the process group is not
-            initialized yet.
-        DeadlineError: Not all ranks make a Checkpointer in time.
-    """
-    group = seams.group(timeout_s) if seams.group is not None else group_of_job(timeout_s)
-    if group is not None and group.rank == COORDINATOR and store_survives_restarts():
-        _log.warning(
-            "everstep: torchrun keeps one store over its restarts here (torch 2.13): ranks that "
-            "--max-restarts starts again find in it the addresses of those that were killed, and "
-            "gloo does not connect them (connectFullMesh ... Connection refused)\n  hint: set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, and call it with "
-            "--standalone or --rdzv-backend=c10d"
+        Args:
+            keeper: keeper of this rank.
+            log: log of this rank; None on a fresh start.
+        """
+        step = request.step
+        rank = self.info.rank
+        run = self.shared
+        purpose = "take the first step"
+        if request.restores:
+            purpose = f"call resume({'' if step is None else step})"
+        with contextlib.ExitStack() as opened:
+            # Until the exchange, the other ranks wait for this rank's message, whatever it says.
+            with self.reporting_failure():
+                mailbox = self._open_mailbox()
+                opened.callback(mailbox.close)
+                mine = self._message(request, keeper, purpose, mailbox)
+                node = run.node_start(request.run, rank, request.seams.clock, self._timeout_s)
+                opened.callback(node.close)
+                mine["window"] = node.offer(mine["name"]) if request.restores else None
+            found = self.exchange(purpose, mine)
+            for other, message in enumerate(found):
+                if message["error"] is not None:
+                    raise remote_failure(StartFailed(other, message["error"]), rank, request.run)
+            refuse_other_calls(found, rank)
+            # Every rank has sent a random name; that of rank 0 names this start.
+            session = found[0]["name"]
+            # From here on the mailbox accepts messages of this start only.
+            mailbox.open(session, rank, [_address(message["trainer"]) for message in found])
+            meeting = Meeting(
+                session,
+                rank,
+                run.disks,
+                mailbox,
+                tuple(message["fingerprint"] for message in found),
+                strict=all(message["strict"] for message in found),
+            )
+            shared = [bool(message["shared"]) for message in found]
+            needs = needs_on_disk(request.state, run.disks, shared)
+            resumed, choice = resume_all_ranks(
+                request,
+                meeting,
+                needs=needs,
+                copies=run.copies,
+                log=log,
+                node=node.join(found, needs) if request.restores else None,
+                fetch=self._fetch(request, needs),
+                ready=keeper.ready,
+            )
+            # After this exchange every rank knows the result. Until then the mailbox stays open,
+            # because rank 0 may still wait for an answer.
+            resumed = self._report(request.state, resumed)
+            if run.copies is not None:
+                run.copies.forget()
+        self.resumed_durable = choice.durable or choice.base is None
+        keepers = tuple(_address(message["keeper"]) for message in found)
+        self.job_session = self._session_of(session, choice, resumed, keepers)
+        return resumed
+
+    def _session_of(
+        self, name: str, choice: Choice, resumed: Resumed, keepers: tuple[tuple[str, int], ...]
+    ) -> JobSession:
+        """Return this rank's place in a start.
+
+        Retention must not rely on a base that is partly in copies only. Its files on the disks are
+        not removed, either.
+
+        Args:
+            name: name of the start.
+            choice: base that the ranks have chosen.
+            resumed: restored state of this rank.
+            keepers: addresses of the keepers' mailboxes, by rank.
+        """
+        on_disks = choice.durable and choice.base not in choice.elsewhere
+        return JobSession(
+            name,
+            self.info.rank,
+            self.shared.disks,
+            keepers,
+            choice.base if on_disks else None,
+            None if on_disks else choice.base,
+            tuple(sorted({*choice.unreadable, *choice.elsewhere})),
+            nodes=self.info.nodes,
+            unread=any(read.source != "disk" for read in resumed.reads),
         )
-    return None if group is None else Job(group, timeout_s)
+
+    def _message(
+        self, request: ResumeRequest, keeper: Keepers, purpose: str, mailbox: TcpMailbox
+    ) -> dict[str, Any]:
+        return {
+            "name": uuid.uuid4().hex,
+            "what": purpose,
+            "trainer": mailbox.address,
+            "keeper": keeper.listen(self._group.host),
+            "shared": request.state.is_shared(),
+            "strict": request.strict,
+            "fingerprint": fingerprint(),
+            "error": None,
+        }
+
+    def _fetch(self, request: ResumeRequest, needs: Needs) -> FetchCopies | None:
+        """Return the function that fetches copies from other nodes; None if no rank has any."""
+        if not (self.shared.fetches or self.shared.has_several_disks):
+            return None
+
+        def fetch(others: StartChannel, offer: Offer, extras: OfferExtras) -> FetchResult:
+            several = self.shared.has_several_disks
+            return fetch_from_peers(
+                others,
+                request.seams.clock,
+                self.exchange,
+                offer,
+                request.recalled.copies,
+                needs,
+                extras=extras if several else OfferExtras(extras.planned),
+                step=request.step,
+                logs=request.recalled.logs if request.restores else (),
+                opens=run_file_opener(request.seams.filesystem, request.run) if several else None,
+                # All ranks of this node may fetch at once, into half of what is available.
+                room_bytes=memory_available_bytes() // (2 * self.info.here) if several else 0,
+            )
+
+        return fetch
+
+    def _report(self, state: State, resumed: Resumed) -> Resumed:
+        """Exchange reports of the data read, and complete the state that ranks restore together."""
+        mine = recovery_report(resumed)
+        mine["buckets"] = [] if resumed.base is None else state.buckets.rehearsals()
+        reports = self.exchange("tell what was read", mine)
+        resumed = with_ranks(resumed, reports)
+        if resumed.base is not None:
+            self._collectively(state.sync_zero_parameters, "hand each other what they replayed")
+            rebuild = partial(state.buckets.rebuild, [report["buckets"] for report in reports])
+            notes = self._collectively(rebuild, "rehearse a backward of DDP")
+            resumed = doubted(resumed, notes)
+        return resumed
+
+    def _collectively(self, do: Callable[[], _T], purpose: str) -> _T:
+        """Call a function that uses torch's collectives on all ranks.
+
+        Raises:
+            DeadlineError: A rank has died.
+        """
+        try:
+            return do()
+        except RuntimeError as error:  # raised by torch's backends
+            raise DeadlineError(
+                f"ranks {purpose}: {error}",
+                rank=self.info.rank,
+                hint="see the output of the other ranks",
+            ) from error
+
+    def _open_mailbox(self) -> TcpMailbox:
+        host = self._group.host
+        try:
+            return TcpMailbox(host)
+        except OSError as error:
+            raise mailbox_error(host, 0, error) from error
 
 
-def resume_as_job_of_one(request: ResumeRequest, run_id: str) -> tuple[Resumed, bool]:
-    """Resume, in a process that trains alone, a run that several ranks have trained
-    (``docs/design/ranks.md``). It continues from the last step that all of them have logged.
-
-    Returns:
-        The restored state, and True if its base is on no disk yet.
-
-    Raises:
-        RecoveryError, MismatchError
-    """
-    copies = Copies((), request.run)
-    filesystem = request.seams.filesystem
-    if isinstance(filesystem, RunWithCopies):  # a job reads its disk and the copies separately
-        copies = Copies([place.tier for place in filesystem.places], request.run)
-        request = replace(request, seams=replace(request.seams, filesystem=filesystem.local))
-    disks = ("0",)
-    meeting = Meeting(uuid.uuid4().hex, COORDINATOR, disks, NoMailbox(), strict=request.strict)
-    with contextlib.closing(_rank_log(request, run_id, COORDINATOR, [COORDINATOR])) as log:
-        resumed, choice = resume_all_ranks(
-            request,
-            meeting,
-            needs=needs_on_disk(request.state, disks),
-            copies=copies,
-            log=log,
-        )
-    copies.forget()
-    # What each rank has read, and from where, is reported for jobs of several ranks only.
-    resumed = replace(resumed, reads=())
-    return resumed, choice.base is not None and not choice.durable
+def _address(message: Sequence[Any]) -> tuple[str, int]:
+    return str(message[0]), int(message[1])
 
 
-def _rank_log(request: ResumeRequest, run_id: str, rank: int, near: Sequence[int]) -> RankLog:
+def rank_log(request: ResumeRequest, run_id: str, rank: int, near: Sequence[int]) -> RankLog:
     """Return the log of this rank, with what orphaned keepers on this machine have of others.
 
     Args:
@@ -228,61 +332,3 @@ def _rank_log(request: ResumeRequest, run_id: str, rank: int, near: Sequence[int
         request.run, run_id, rank, near, request.seams, timeout_s=request.timeout_s
     )
     return RankLog(request, replace(left, held=(*request.recalled.logs, *left.held)))
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlace:
-    """Folder, ranks and places for copies of one Checkpointer.
-
-    Attributes:
-        reading: seams whose file system also reads from the places for copies.
-        job: ranks that train together; None if this process trains alone.
-        ranks: number of this rank, and the ranks that it shares folders and nodes with.
-        tiers: places for copies.
-        peers: options for the memory of other nodes; None to send nothing there.
-        open_run: function that makes the folder a run and returns its id. It is called only after
-            the budgets were checked, so that a refused start leaves no trace.
-    """
-
-    run: PurePath
-    seams: Seams
-    reading: Seams
-    job: Job | None
-    ranks: RankInfo
-    tiers: Sequence[TierOptions]
-    peers: PeerOptions | None
-    open_run: Callable[[], str]
-
-    @classmethod
-    def find(
-        cls,
-        options: Options,
-        run: PurePath,
-        tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
-        seams: Seams,
-    ) -> RunPlace:
-        """Validate the places, and meet the other ranks.
-
-        Raises:
-            OptionError: A place is invalid.
-            StateError, DeadlineError: The other ranks are unknown, or do not arrive in time.
-            StorageError, RecoveryError: A run folder cannot be used.
-        """
-        named, peers = split_peers(tiers, options.method.tiers)
-        places = validate_tiers(named, options.keep, peers, logs=options.logs)
-        job = join_job(seams, options.progress_timeout_s)
-        refuse_unsupported(ONE_RANK if job is None else job.info, options, places)
-        if job is None:
-            refuse_peer_without_ranks(peers)
-
-            def open_run() -> str:
-                return open_run_folder(seams.filesystem, run).run or ""
-
-            return cls(run, seams, seams, job, ONE_RANK, places, peers, open_run)
-        # Several ranks open the run at once: which entries a rank writes depends on which ranks
-        # share a folder.
-        run_id = job.open_run(seams, run, places, peers, shared_options(options))
-        refuse_unaudited(job.info, options)
-        computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
-        ranks = replace(job.info, followed=computed, logged=options.logs)
-        return cls(run, seams, seams, job, ranks, places, peers, lambda: run_id)

@@ -1,8 +1,8 @@
 """Opens the run folders of all ranks of a job as the same run, before anything is written.
 
 Ranks may share a folder or have one each. All of them exchange the run's id, their places for
-copies, nodes and options, and compare them. Then each rank creates the record of the run in its
-folder.
+copies, nodes and options, and compare them: every rank must have been given the same. Then each
+rank creates the record of the run in its folder.
 
 Decides which node's memory holds whose copies, and describes it at the start.
 
@@ -23,25 +23,31 @@ from rich.filesize import decimal
 
 from everstep.commit.job import COORDINATOR
 from everstep.commit.peer_copies import nodes_of, peer_of
-from everstep.errors import EverstepError, OptionError
+from everstep.errors import (
+    EverstepError,
+    ForeignDirectoryError,
+    OptionError,
+    RecoveryError,
+    StateError,
+)
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import RunRecord
 from everstep.restore.fetch import Copies
 from everstep.restore.fetch.node_reads import NodeStart
 from everstep.run import scan_run
 from everstep.seams import Clock, Seams
-from everstep.seams.machine import is_local_device, launcher, machine_name, namespaces
-from everstep.state.ranks import RankInfo
-from everstep.tiers import PeerOptions, TierOptions, remove_if_there, storage_errors
-from everstep.tiers.durable_files import create_exclusive, ensure_dirs
-from everstep.trainer.budget.host_memory import peer_sources
-from everstep.trainer.job.copies import open_places
-from everstep.trainer.job.option_check import (
-    refuse_errors,
-    refuse_other_options,
-    same_as_copies,
-    same_run,
+from everstep.seams.machine import (
+    is_local_device,
+    launcher,
+    machine_name,
+    namespaces,
+    resolve_path,
 )
+from everstep.state.ranks import RankInfo
+from everstep.tiers import PeerOptions, Tier, TierOptions, remove_if_there, storage_errors
+from everstep.tiers.durable_files import create_exclusive, ensure_dirs
+from everstep.tiers.options import open_tier
+from everstep.trainer.budget import peer_sources
 
 _EMULATED = "emulated "
 
@@ -86,36 +92,6 @@ def node_names(
             hint='leave "peer" out; tests emulate nodes: PeerOptions(emulated_node="a")',
         )
     return nodes
-
-
-def refuse_single_base_with_peer(peers: PeerOptions | None, info: RankInfo, keep: int) -> None:
-    """Refuse ``keep=1`` for bases on disk with a peer.
-
-    A node may be lost while its newest base is being sent to its peer. That base exists nowhere
-    else then, and the other ranks would have deleted the previous one.
-
-    Raises:
-        OptionError: ``keep`` is 1.
-    """
-    if peers is not None and len(set(info.nodes)) > 1 and keep < 2:  # the same on all ranks
-        raise OptionError(
-            "keep=1 with a peer: if a node is lost before its peer has the newest base, no base is "
-            "left that all ranks can read",
-            hint="keep=2, or more",
-        )
-
-
-def refuse_peer_without_ranks(peers: PeerOptions | None) -> None:
-    """Refuse peers for a process that trains alone.
-
-    Raises:
-        OptionError: A peer is required.
-    """
-    if peers is not None and not peers.if_there:
-        raise OptionError(
-            "a peer is the keeper of a rank on another node, and this process trains alone",
-            hint='leave "peer" out, or train with several ranks on several nodes',
-        )
 
 
 def peer_notice(info: RankInfo, bound_bytes: int, log_bytes: int | None = None) -> str:
@@ -204,6 +180,127 @@ class SharedRun:
         return NodeStart(rank, self.memories, clock, local=local, timeout_s=timeout_s)
 
 
+def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> list[Tier]:
+    """Open all places for copies, and check that they can be reached.
+
+    Raises:
+        OptionError, UnavailableError: A place is invalid, or is inside of another one.
+        StorageError: A place cannot be reached.
+    """
+    # As written and with links followed: either way one place may lie inside another.
+    _refuse_overlap([run, *(PurePath(one.where) for one in tiers)])
+    _refuse_overlap([_followed(run), *(_followed(PurePath(one.where)) for one in tiers)])
+    places = [open_tier(one.where, seams.filesystem, clock=seams.clock) for one in tiers]
+    for place in places:
+        place.check()
+    return places
+
+
+def _followed(place: PurePath) -> PurePath:
+    """Return the target of a path through links; a URL is returned unchanged."""
+    return place if any(":" in name for name in place.parts[:1]) else resolve_path(place)
+
+
+def _refuse_overlap(places: list[PurePath]) -> None:
+    """Refuse places inside of each other: cleaning up one would delete files of the other."""
+    for number, one in enumerate(places):
+        for other in places[:number]:
+            if one == other or one in other.parents or other in one.parents:
+                raise OptionError(
+                    f"{one} and {other} overlap: each copy needs a separate place",
+                    path=one,
+                )
+
+
+def refuse_other_options(found: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Refuse different options: ranks would take different bases, and wait for each other.
+
+    Args:
+        found: message of each rank, with its ``"options"``.
+        rank: this rank.
+
+    Raises:
+        OptionError: Naming the option, its values, and the ranks.
+    """
+    for name in dict.fromkeys(name for message in found for name in message["options"]):
+        ranks: dict[str, list[int]] = {}
+        for other, message in enumerate(found):
+            ranks.setdefault(message["options"].get(name, "none"), []).append(other)
+        if len(ranks) > 1:
+            listed = "; ".join(
+                f"rank(s) {' '.join(map(str, each))}: {value}" for value, each in ranks.items()
+            )
+            raise OptionError(
+                f"the ranks were given different values of {name} ({listed})",
+                rank=rank,
+                hint=f"give every rank the same {name.partition('.')[0]}",
+            )
+
+
+def same_run(found: Sequence[Mapping[str, Any]], rank: int) -> str:
+    """Return the run that the folders of all ranks belong to.
+
+    Raises:
+        RecoveryError: They belong to different runs.
+    """
+    runs = {
+        message["run"]: other for other, message in enumerate(found) if message["run"] is not None
+    }
+    if len(runs) > 1:
+        where = ", ".join(f"rank {other}: run {run}" for run, other in sorted(runs.items()))
+        raise RecoveryError(
+            f"the ranks see different runs ({where})",
+            rank=rank,
+            hint="give every rank the same run folder, or remove those of other runs",
+        )
+    return str(next(iter(runs), found[0]["name"]))
+
+
+def same_as_copies(run: str | None, copied: str | None, path: PurePath) -> str | None:
+    """Return the run that a folder and its places for copies belong to; None for no run yet.
+
+    Raises:
+        ForeignDirectoryError: They belong to different runs.
+    """
+    if None not in (run, copied) and run != copied:
+        raise ForeignDirectoryError(
+            f"the places for copies contain another run than {path}",
+            path=path,
+            hint="give each run its own place for copies",
+        )
+    return run if run is not None else copied
+
+
+def refuse_errors(found: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Refuse to continue if a rank cannot open its run folder.
+
+    Raises:
+        StateError: Naming the rank and its error.
+    """
+    for other, message in enumerate(found):
+        if message["error"] is not None:
+            raise StateError(
+                f"rank {other} cannot open its run folder: {message['error']}",
+                rank=rank,
+                hint="see the output of that rank",
+            )
+
+
+def refuse_other_calls(found: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Refuse ranks that start in different ways.
+
+    Raises:
+        StateError: Naming the calls.
+    """
+    if len({message["what"] for message in found}) > 1:
+        calls = "; ".join(f"rank {other}: {message['what']}" for other, message in enumerate(found))
+        raise StateError(
+            f"the ranks make different calls ({calls})",
+            rank=rank,
+            hint="call resume() with the same step on every rank, or on none",
+        )
+
+
 def open_shared_run(
     exchange: Exchange,
     rank: int,
@@ -237,7 +334,9 @@ def open_shared_run(
         "node": node_name(peers),
         "options": dict(options or {}),
     }
-    mine["memory"] = _memory_name(mine["node"])
+    # Equal on two ranks if each can reach the other's keeper. Two launchers on one machine
+    # (torchrun's GROUP_RANK) are two nodes.
+    mine["memory"] = f"{machine_name()} {namespaces()} {launcher()} {mine['node']}"
     failed: EverstepError | None = None
     copies = None
     try:
@@ -273,16 +372,6 @@ def open_shared_run(
         copies=copies,
         fetches=any(message["node"] for message in found),
     )
-
-
-def _memory_name(node: str) -> str:
-    """Return a name that is equal on two ranks if each can reach the other's keeper. Two launchers
-    on one machine (torchrun's ``GROUP_RANK``) are two nodes.
-
-    Args:
-        node: name of the node, possibly an emulated one.
-    """
-    return f"{machine_name()} {namespaces()} {launcher()} {node}"
 
 
 def _open_copies(

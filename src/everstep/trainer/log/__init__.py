@@ -5,15 +5,13 @@ The keeper receives the records and writes them as segments of the gradient log.
 - ``recorder``: one record per optimizer update, one step mark per step; when a base is due.
 - ``update_inputs``: the tensors and options an update consumes, as its record holds them;
   functions registered for entries, which replay runs again.
-- ``log_memory``: host memory of records, and when each may be released.
-- ``disk_log``: which records go to disk, and how far training may run ahead of them.
+- ``kept_records``: host memory of records, and when each may be released; which records go to disk,
+  and how far training may run ahead of them.
 - ``untracked_writes``: detect writes to optimizer-owned tensors that no hook announced.
-- ``nonfinite``: detect NaN and infinity in recorded gradients.
-- ``residuals``: size of compression residuals, and a warning where they are not saved."""
+- ``nonfinite``: detect NaN and infinity in recorded gradients."""
 
 from everstep.trainer.log.nonfinite import NonFiniteCheck, nonfinite_error
 from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.log.residuals import residual_bytes, warn_of_unsaved_residuals
 from everstep.trainer.log.untracked_writes import WatchedTensors
 from everstep.trainer.log.update_inputs import InputReader, UpdateInputs
 
@@ -24,6 +22,4 @@ __all__ = [
     "UpdateInputs",
     "WatchedTensors",
     "nonfinite_error",
-    "residual_bytes",
-    "warn_of_unsaved_residuals",
 ]

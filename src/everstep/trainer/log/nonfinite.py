@@ -41,14 +41,6 @@ class NonFiniteCheck:
         """Append errors to ``found`` instead of reporting them (several ranks raise together)."""
         self._collected = found
 
-    def _found(self, error: NonFiniteError) -> None:
-        if self._collected is None:
-            self.report(error)
-        else:
-            # In the lane's thread; the training thread removes it. Both operations of a deque are
-            # atomic.
-            self._collected.append(error)
-
     def report(self, error: NonFiniteError, *, first: bool = False) -> None:
         """Raise ``error`` in the training thread at its next call.
 
@@ -78,7 +70,13 @@ class NonFiniteCheck:
             if not bool(torch.isfinite(data[place.begin : place.end].view(dtype)).all()):
                 name = place.entry.name.removeprefix(GRADIENT)
                 description = f"the gradient of {name} consumed by step {head.step} is not finite"
-                self._found(nonfinite_error(description, head.step))
+                error = nonfinite_error(description, head.step)
+                if self._collected is None:
+                    self.report(error)
+                else:
+                    # In the lane's thread; the training thread removes it. Both operations of a
+                    # deque are atomic.
+                    self._collected.append(error)
                 return
 
 

@@ -15,16 +15,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from everstep.capture import Lane, Transfer, on_cuda, plan_batches
-from everstep.config import Options
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.log import RecordHead
-from everstep.link import BackgroundChannel, Save, as_everstep_error
+from everstep.link import Save, as_everstep_error
 from everstep.link.recordable import Layouts, ReplacedTensors, state_digest
 from everstep.restore.load.load import nonfinite_parameter
 from everstep.seams import failpoint
@@ -33,17 +31,22 @@ from everstep.seams.processes import wait_done
 from everstep.seams.progress import print_line
 from everstep.state.layout import ShardLayout
 from everstep.state.survey import Survey
-from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import Saver
-from everstep.trainer.budget.host_memory import log_dropped, log_dropped_early, too_large
-from everstep.trainer.log.disk_log import DiskLog
-from everstep.trainer.log.log_memory import LogMemory, LogTarget, Reservation
+from everstep.trainer.log.kept_records import (
+    DiskLog,
+    LogMemory,
+    LogTarget,
+    Reservation,
+    log_dropped,
+    log_dropped_early,
+    too_large,
+)
 from everstep.trainer.log.nonfinite import NonFiniteCheck
 from everstep.trainer.log.untracked_writes import UntrackedWrites
 from everstep.trainer.log.update_inputs import DeclaredUpdates, InputReader, RankInputReader
-from everstep.trainer.participant import Mark, Participant, RestoredState
+from everstep.trainer.participant import Mark, Participant, RestoredState, TrainingContext
 
 if TYPE_CHECKING:
     from everstep.trainer.session.replica_bases import ReplicaBases
@@ -56,7 +59,6 @@ class Recorder(Participant):
     """Record the updates of all optimizers of a state, and its step marks.
 
     Args:
-        lane: makes the copies.
         saver: saver of the same state; gates updates.
         log_bytes_max: limit on the memory of records, in bytes; above half of it a base is due.
         replica: replica in the keeper that applies records; None without one.
@@ -76,24 +78,23 @@ class Recorder(Participant):
 
     def __init__(
         self,
-        options: Options,
-        run: PurePath,
-        state: State,
-        lane: Lane,
-        channel: BackgroundChannel,
-        *,
+        context: TrainingContext,
         saver: Saver,
+        *,
         log_bytes_max: int,
         replica: ReplicaBases | None = None,
     ) -> None:
+        options = context.options
+        state = context.state
+        channel = context.channel
         self._saver = saver
-        self._options = options
-        self._run = run
+        self._run = context.run
         self._state = state
-        self._lane = lane
         self._channel = channel
+        self._lane = context.lane
         self._timeline = 0
         self._exact = True
+        self._timeout_s = options.progress_timeout_s
         self._opened = FingerprintWatch(state.optimizers)
         self._step_bytes = 0  # of the records of the step in progress
         self._last_marked_step: int | None = None  # None before the first
@@ -190,7 +191,7 @@ class Recorder(Participant):
         with self._recording(None):
             self.untracked.applied(key)
             try:
-                there = pending.transfer.gate(pending.end, self._options.progress_timeout_s)
+                there = pending.transfer.gate(pending.end, self._timeout_s)
                 if not there:
                     late = "copying gradients to host memory has hung"
                     self._add_hole(late)
@@ -259,13 +260,11 @@ class Recorder(Participant):
     def _continue_from(self, save: Save) -> None:
         why = self.base_due
         self.base_due = None
-        staged = save.staged
         led = self._leads_here
         if not led and self.memory.target is not None:
-            wait_done(staged, self._options.progress_timeout_s)  # the saver reports a failure
-            there = staged.done() and not staged.cancelled() and staged.exception() is None
-            self._leads_here = there
-            self._reachable_step = save.step if there else self._reachable_step
+            wait_done(save.staged, self._timeout_s)  # the saver reports a failure
+            self._leads_here = save.is_staged
+            self._reachable_step = save.step if self._leads_here else self._reachable_step
         self.untracked.follows_base = True
         before = self.base_step
         self.base_step = save.step
@@ -274,7 +273,7 @@ class Recorder(Participant):
         self.disk.base_taken(save, self.memory.number, leads=led)
 
         def durable(_: Any) -> None:
-            fine = not save.durable.cancelled() and save.durable.exception() is None
+            fine = not save.is_lost
             # The callback of another timeline: its step numbers mean other states.
             if self.memory.target is not target:
                 return
@@ -416,7 +415,7 @@ class Recorder(Participant):
         # Wait until the keeper has the mark, or a crash could lose more than the step in flight.
         # The lane is short here: only this step's updates are before it, as no update begins while
         # a base is being copied.
-        if wait_done(notified, self._options.progress_timeout_s):
+        if wait_done(notified, self._timeout_s):
             notified.result()
         else:
             self._add_hole("the keeper did not accept the step mark in time")
@@ -444,7 +443,7 @@ class Recorder(Participant):
             return None
         head = self._head("update", step, lsn)
         layout = consumed.layout
-        timeout_s = self._options.progress_timeout_s
+        timeout_s = self._timeout_s
         with self._reserved(layout.size_bytes) as reservation:
             if reservation is None:
                 return None
@@ -499,7 +498,7 @@ class Recorder(Participant):
                 named,
                 target.block(reservation.room),
                 objects,
-                self._options.progress_timeout_s,
+                self._timeout_s,
             )
             return self._lane.run(
                 lambda: self._notify_keeper(reservation, head, layout, objects, ran)
@@ -542,7 +541,7 @@ class Recorder(Participant):
         finally:
             # A record that is kept is released by LogMemory; any other one here.
             if number is None:
-                target.release(room)
+                target.pool.release(room)
 
     @contextlib.contextmanager
     def _reserved(self, size_bytes: int, objects_bytes: int = 0) -> Iterator[Reservation | None]:

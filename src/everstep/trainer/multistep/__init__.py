@@ -7,9 +7,8 @@ its *window*. With them the keeper, or whoever restores the base, brings all par
 The paper's ideas, in the order in which to read the modules:
 
 - ``driver``: takes one window after the other, at step marks and updates (4.1, figure 2b).
-- ``ending``: the step at which a window ends, alone or agreed among ranks (4.5); what follows a
-  window that is void.
-- ``window``: a base in progress: its parts, the updates since, the handover to the keeper (4.2.1).
+- ``window``: a base in progress: its parts, the updates since, the handover to the keeper (4.2.1);
+  the step at which it ends, alone or agreed among ranks (4.5), and what follows one that is void.
 - ``copies``: copies of parts, and of the gradients that updates consume; gradients go first
   (4.2.2).
 - ``held_gradients``: gradients whose copies continue during the next forward: GoCkpt-O (4.2.4).
@@ -23,8 +22,8 @@ and pinned memory (:mod:`everstep.capture.cuda`, 4.4); the reconstruction (4.3) 
 Design and limits: ``docs/design/multistep.md``."""
 
 from everstep.trainer.multistep.driver import MultistepDriver
-from everstep.trainer.multistep.ending import window_end
 from everstep.trainer.multistep.measurements import MultistepReport
 from everstep.trainer.multistep.plan import replayable_gradient_bytes
+from everstep.trainer.multistep.window import window_end
 
 __all__ = ["MultistepDriver", "MultistepReport", "replayable_gradient_bytes", "window_end"]

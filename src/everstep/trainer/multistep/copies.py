@@ -14,16 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.capture import Batch, Chunks, Lane, Transfer, plan_batches
-from everstep.config import Options
+from everstep.capture import Batch, Chunks, Transfer, plan_batches
 from everstep.errors import AuditError, DeadlineError
-from everstep.link import BackgroundChannel, as_everstep_error
+from everstep.link import as_everstep_error
 from everstep.link.pool import Block
 from everstep.link.save import changed_during_copy_error
 from everstep.seams.processes import wait_done
 from everstep.state.layout import GRADIENT
 from everstep.state.layout.entries import UPDATE_OBJECT
-from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import is_dtensor
 from everstep.trainer.base import PlannedCopies, Saver
@@ -38,6 +36,7 @@ from everstep.trainer.multistep.held_gradients import (
 )
 from everstep.trainer.multistep.partition import Partitioner, TimedCopy
 from everstep.trainer.multistep.window import CopiedUpdate, Window, WindowVoid
+from everstep.trainer.participant import TrainingContext
 
 
 @dataclass(eq=False, slots=True)
@@ -90,12 +89,8 @@ class WindowCopies:
     """Copies of the windows of one process: parts of the state, and gradients.
 
     Args:
-        options: options of the Checkpointer.
-        state: state with the optimizers.
-        lane: makes the copies.
         saver: counts the time that training waits.
         partitioner: measures copies.
-        channel: warns the user of a torn gradient.
 
     Attributes:
         partitioner: measures copies.
@@ -105,27 +100,20 @@ class WindowCopies:
         reported: error of the first torn gradient; None if there was none.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        state: State,
-        lane: Lane,
-        saver: Saver,
-        partitioner: Partitioner,
-        channel: BackgroundChannel,
-    ) -> None:
+    def __init__(self, context: TrainingContext, saver: Saver, partitioner: Partitioner) -> None:
+        options = context.options
         self._held_steps = options.method.held_steps
-        self._lane = lane
+        self._lane = context.lane
         self._gate = CopyGate(saver, options.progress_timeout_s)
-        self._channel = channel
+        self._channel = context.channel
         self._copying: list[_PartCopy] = []
         self._pending: _PendingUpdate | None = None
         self._seen_lsn = -1  # of the last update whose inputs were collected
         self._places = SamplePlaces()
         self._graphs = GraphMemory()
         self.partitioner = partitioner
-        self.consumption = InputReader(state)
-        self.held = HeldGradients(state, self._gate)
+        self.consumption = InputReader(context.state)
+        self.held = HeldGradients(context.state, self._gate)
         self.waits = not options.method.overlap_forward
         self.reported: AuditError | None = None
 

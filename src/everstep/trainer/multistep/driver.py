@@ -18,25 +18,29 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from everstep.capture import Lane
-from everstep.config import Options
 from everstep.errors import AuditError, EverstepError, StateError
 from everstep.format import ShardIdentity
-from everstep.link import BackgroundChannel, Save, as_everstep_error, fail, failing_save
+from everstep.link import Save, as_everstep_error, fail, failing_save
 from everstep.link.pool import CapturePool
-from everstep.seams import Clock, failpoint
+from everstep.seams import failpoint
 from everstep.seams.fingerprint import FingerprintWatch
 from everstep.state.survey import Survey
-from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import MarkSnapshot, Saver
 from everstep.trainer.multistep.copies import WindowCopies
-from everstep.trainer.multistep.ending import VOID_MAX, BaseInProgress, EndAlone, StepMark
 from everstep.trainer.multistep.measurements import MultistepStats, device_event
 from everstep.trainer.multistep.partition import Partitioner
 from everstep.trainer.multistep.plan import WindowPlan, WindowPlanner, redo_bytes
-from everstep.trainer.multistep.window import Handover, Window, WindowVoid
-from everstep.trainer.participant import BaseRequest, Mark, Participant
+from everstep.trainer.multistep.window import (
+    VOID_MAX,
+    BaseInProgress,
+    EndAlone,
+    Handover,
+    StepMark,
+    Window,
+    WindowVoid,
+)
+from everstep.trainer.participant import BaseRequest, Mark, Participant, TrainingContext
 
 _log = logging.getLogger("everstep")
 
@@ -45,13 +49,8 @@ class MultistepDriver(Participant):
     """Take bases over several steps, one at a time.
 
     Args:
-        options: options of the Checkpointer.
-        state: state to capture.
         saver: takes bases of one step, and captures the remaining entries at the last mark of a
             window.
-        lane: makes the copies.
-        channel: reports errors to the training thread.
-        clock: measures time.
         end: decides where windows end, and what follows a void one.
 
     Attributes:
@@ -66,20 +65,13 @@ class MultistepDriver(Participant):
 
     follows_updates = True
 
-    def __init__(
-        self,
-        options: Options,
-        state: State,
-        saver: Saver,
-        lane: Lane,
-        channel: BackgroundChannel,
-        clock: Clock,
-        end: EndAlone,
-    ) -> None:
+    def __init__(self, context: TrainingContext, saver: Saver, end: EndAlone) -> None:
+        options = context.options
+        state = context.state
         self._options = options
         self._state = state
         self._saver = saver
-        self._channel = channel
+        self._channel = context.channel
         # A forked child inherits the hooks, but not the lane or the keeper: it must not end or
         # abandon a window of its parent.
         self._pid = os.getpid()
@@ -90,12 +82,14 @@ class MultistepDriver(Participant):
         self.window: Window | None = None
         self.ended: Window | None = None
         self.last: Save | None = None
-        self.stats = MultistepStats(clock, saver.stall_s)
-        partitioner = Partitioner(options, clock, self.stats, partial(device_event, state))
-        self.copies = WindowCopies(options, state, lane, saver, partitioner, channel)
+        self.stats = MultistepStats(context.clock, saver.stall_s)
+        partitioner = Partitioner(options, context.clock, self.stats, partial(device_event, state))
+        self.copies = WindowCopies(context, saver, partitioner)
         explicit = isinstance(options.method.parts, int)
         consumption = self.copies.consumption
-        self.planner = WindowPlanner(state, lane, partitioner, consumption, explicit=explicit)
+        self.planner = WindowPlanner(
+            state, context.lane, partitioner, consumption, explicit=explicit
+        )
 
     @property
     def needs_base(self) -> bool:
@@ -113,17 +107,13 @@ class MultistepDriver(Participant):
         self.stats.deferred += 1
 
     def go_back(self) -> None:
-        """Abandon the base in progress: its steps are undone."""
-        self.drop("training goes back")
+        """Abandon the base in progress, on all ranks: its steps are undone."""
+        self.end.restart()
+        self._drop_window("training goes back")
 
     def figures(self) -> Mapping[str, Any]:
         """Return the statistics of all windows."""
         return {"multistep": self.stats.report()}
-
-    @property
-    def again(self) -> str | None:
-        """Return the reason why another base is due after one became void; None if none is."""
-        return self.end.again
 
     def start(self, service: Service) -> None:
         """Send bases to the keeper in service from now on."""
@@ -259,7 +249,7 @@ class MultistepDriver(Participant):
         self.ended = None
         if self.end.shared or window is None or not window.is_void:
             return False
-        if mark is None or not mark.holds(self._state):
+        if mark is None or not mark.snapshot.holds(self._state.survey()):
             return False
         self.end.again = None
         self._saver.take(BaseRequest(mark.identity, None, False))
@@ -268,11 +258,6 @@ class MultistepDriver(Participant):
     def handles_torn_base(self, error: AuditError) -> bool:
         """Return True for a torn gradient: the user was warned of it already."""
         return error is self.copies.reported
-
-    def drop(self, why: str) -> None:
-        """Abandon the base in progress: training goes back to an earlier step, on all ranks."""
-        self.end.restart()
-        self._drop_window(why)
 
     # --- At updates ---------------------------------------------------------------------
 
@@ -370,7 +355,7 @@ class MultistepDriver(Participant):
         try:
             survey = self._state.survey()
             prepared = self._saver.prepare_base(survey, identity)
-            self.planner.ahead(prepared, survey.tensors, pool, waits=self.copies.waits)
+            self.planner.next(prepared, survey.tensors, pool, waits=self.copies.waits, ahead=True)
         except EverstepError as error:  # the base will report it
             _log.debug("the next base was not planned ahead: %s", error)
 
@@ -381,8 +366,7 @@ class MultistepDriver(Participant):
     def _is_taken(self, identity: ShardIdentity) -> bool:
         """Return True if the last window is of this step, and not lost."""
         last = self.last
-        base = (identity.timeline, identity.step)
-        return last is not None and (last.timeline, last.step) == base and not last.is_lost
+        return last is not None and last.is_of(identity) and not last.is_lost
 
     def _take_single_step(
         self, identity: ShardIdentity, survey: Survey | None = None, *, times_link: bool = False
@@ -519,7 +503,8 @@ class MultistepDriver(Participant):
         of the mark."""
         mark = self.end.mark
         try:
-            if mark is not None and (self.copies.update_under_way or not mark.holds(self._state)):
+            under_way = self.copies.update_under_way
+            if mark is not None and (under_way or not mark.snapshot.holds(self._state.survey())):
                 mark = None
         except EverstepError as error:  # not raised: the other ranks wait for a reply
             _log.warning("%s", error)

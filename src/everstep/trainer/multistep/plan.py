@@ -372,7 +372,7 @@ class WindowPlanner:
         waits: bool,
         ahead: bool = False,
     ) -> WindowPlan:
-        """Return the plan of the base that begins now.
+        """Return the plan of the base that begins now, or ahead of it.
 
         It is for all memory if that is ready or the user set the number of parts, else for the
         memory that is ready beside the previous base.
@@ -384,7 +384,7 @@ class WindowPlanner:
             waits: updates wait for the copies of their gradients.
             ahead: no base is due yet; prepare the memory that the plan wants.
         """
-        self.is_ahead = False
+        self.is_ahead = ahead
         plan = self.plan
         if plan is not None and plan.prepared is not prepared:
             plan = None
@@ -416,15 +416,3 @@ class WindowPlanner:
             plan = self.plan = WindowPlan(prepared, cut, self._partitioner.chunk_bytes)
         plan.copy_in(self._partitioner.chunk_bytes)
         return plan
-
-    def ahead(
-        self,
-        prepared: PreparedBase,
-        tensors: Mapping[str, torch.Tensor],
-        pool: CapturePool,
-        *,
-        waits: bool,
-    ) -> None:
-        """Cut the next base into parts, and prepare its memory; arguments as for :meth:`next`."""
-        self.next(prepared, tensors, pool, waits=waits, ahead=True)
-        self.is_ahead = True

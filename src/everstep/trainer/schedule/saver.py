@@ -14,27 +14,24 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import PurePath
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from everstep.capture import Batch, Dispatch, Lane, Transfer
 from everstep.capture.lane import Progress, Take
-from everstep.config import Options
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format import BasePlan, ShardIdentity
-from everstep.link import BackgroundChannel, Save, fail, failing_save
+from everstep.link import Save, fail, failing_save
 from everstep.link.capture import Capture
 from everstep.link.pool import CapturePool
-from everstep.seams import Clock
 from everstep.seams.processes import Outcome
 from everstep.state.survey import Survey
-from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base import PlannedCopies, PreparedBase, Saver
-from everstep.trainer.participant import BaseRequest, Participant
+from everstep.trainer.participant import BaseRequest, Participant, TrainingContext
 from everstep.trainer.schedule.scheduler import Scheduler
 
 
@@ -48,20 +45,12 @@ class ScheduledSaver(Saver):
     copies_in_flight = 3
     parks = True
 
-    def __init__(
-        self,
-        options: Options,
-        run: PurePath,
-        state: State,
-        lane: Lane,
-        channel: BackgroundChannel,
-        clock: Clock,
-        participants: Sequence[Participant],
-    ) -> None:
-        self.scheduler = Scheduler(run, state, lane)
-        self._planned = _PlannedLane(lane, self.scheduler)
-        super().__init__(options, run, state, self._planned, channel, clock, participants)
-        self._can_park = state.ranks.world == 1 and not options.method.in_memory
+    def __init__(self, context: TrainingContext, participants: Sequence[Participant]) -> None:
+        self.scheduler = Scheduler(context.run, context.state, context.lane)
+        self._planned = _PlannedLane(context.lane, self.scheduler)
+        super().__init__(replace(context, lane=self._planned), participants)
+        in_memory = context.options.method.in_memory
+        self._can_park = context.state.ranks.world == 1 and not in_memory
         # For the fields below: captures become complete in the lane's thread.
         self._parking = threading.Lock()
         self._parked: Capture | None = None  # newest complete capture
@@ -116,7 +105,7 @@ class ScheduledSaver(Saver):
         with failing_save(save, self.post):
             self._take(identity, save, None, show=False)
         self._last = save
-        self._channel.check()
+        self._context.channel.check()
 
     def take(self, request: BaseRequest) -> Save:
         save = self._take_or_persist(request)
@@ -132,11 +121,9 @@ class ScheduledSaver(Saver):
         with contextlib.suppress(KeeperError):  # a lost keeper is reported by the take() below
             again = self._persist_newest(identity)
         if again is not None:
-            self._channel.check()
+            self._context.channel.check()
             return again
-        last = self._last
-        base = (identity.timeline, identity.step)
-        same = last is not None and (last.timeline, last.step) == base
+        same = self._last is not None and self._last.is_of(identity)
         if not same or (self.last_is_in_memory and not request.in_memory):
             self.scheduler.end_step()
         return super().take(request)
@@ -164,10 +151,10 @@ class ScheduledSaver(Saver):
         """Make the parked capture of this step durable; return None if there is none."""
         with self._parking:
             save = self._newest
-            if save is None or (save.timeline, save.step) != (identity.timeline, identity.step):
+            if save is None or save.is_lost or not save.is_of(identity):
                 return None
-            if save.durable.done():  # it has failed
-                return None if save.durable.cancelled() or save.durable.exception() else save
+            if save.is_durable:
+                return save
             if save in self._persist_when_complete or not save.parked:
                 return save
             self.saves += 1
@@ -198,9 +185,8 @@ class ScheduledSaver(Saver):
         assert service is not None
         assert pool is not None
         tensors = survey.tensors
-        prepared.gated_batches(tensors)  # the spot check needs them planned
         # The scheduler's gate knows what each update changes, so the base class gets no gate.
-        copies = PlannedCopies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
+        copies = PlannedCopies((), {}, prepared.copies(tensors).check)
         room = self.acquire(prepared, survey)
         with pool.releasing(room):
             block = pool.block(room)

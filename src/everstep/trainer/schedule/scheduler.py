@@ -24,7 +24,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ BatchTimes = tuple[int, int, TensorTimes]
 """Range of a batch in the block, and its times."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduleStats:
     """Statistics of plans and captures.
 
@@ -81,18 +81,18 @@ class ScheduleStats:
         tensors: times of the newest complete capture, by entry.
     """
 
-    captures: int
-    held_step: int | None
-    plans: int
-    strayed_steps: int
-    followed_steps: int
-    link_bytes_per_s: float | None
-    needed_bytes_per_s: float | None
-    step_s: float | None
-    predicted_wait_s: float | None
-    waited_s: tuple[float, ...]
-    duplicated_bytes: int
-    tensors: Mapping[str, TensorTimes]
+    captures: int = 0
+    held_step: int | None = None
+    plans: int = 0
+    strayed_steps: int = 0
+    followed_steps: int = 0
+    link_bytes_per_s: float | None = None
+    needed_bytes_per_s: float | None = None
+    step_s: float | None = None
+    predicted_wait_s: float | None = None
+    waited_s: tuple[float, ...] = ()
+    duplicated_bytes: int = 0
+    tensors: Mapping[str, TensorTimes] = field(default_factory=dict)
 
 
 def batch_times(dispatch: Dispatch) -> list[BatchTimes]:
@@ -135,8 +135,8 @@ def tensor_times(
     """Return the first start and the last end of the copies of each entry, by name."""
     found: dict[str, TensorTimes] = {}
     for begin, end, times in batches:
-        for shard, offset in zip(prepared.shards, prepared.offsets, strict=True):
-            placed = [place for place in shard.layout.placed if place.end > place.begin]
+        for layout, offset in prepared.layouts:
+            placed = [place for place in layout.placed if place.end > place.begin]
             ends = [place.end for place in placed]
             for place, _, _ in overlaps(placed, ends, begin - offset, end - begin):
                 before = found.get(place.entry.name, times)
@@ -211,8 +211,8 @@ def copy_sources(
         owner = prepared.shape.owners[name].optimizer or ""
         owners.setdefault(owner, set()).add(name)
     for owner, names in owners.items():
-        for shard, offset in zip(prepared.shards, prepared.offsets, strict=True):
-            for batch in plan_batches(shard.layout, tensors, names, offset=offset):
+        for layout, offset in prepared.layouts:
+            for batch in plan_batches(layout, tensors, names, offset=offset):
                 yield CopySource(owner, batch)
 
 
@@ -340,21 +340,13 @@ class _Measured:
     """Measurements and counters of captures.
 
     Attributes:
-        captures: number of captures.
-        held_step: step of the newest complete capture; None before the first.
-        plans: number of plans made.
-        strayed_steps: number of steps that did not follow their plan's sequence of events.
-        followed_steps: number of steps that did.
+        counts: counters, and the step of the newest complete capture.
         links: bandwidths of the latest captures, in bytes per second.
         waited_s: waits of the latest steps under the same plan.
         tensors: computes the times of the newest complete capture, by entry.
     """
 
-    captures: int = 0
-    held_step: int | None = None
-    plans: int = 0
-    strayed_steps: int = 0
-    followed_steps: int = 0
+    counts: ScheduleStats = field(default_factory=ScheduleStats)
     links: deque[float] = field(default_factory=lambda: deque(maxlen=_LINK_SAMPLES))
     waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WAITS))
     tensors: Callable[[], Mapping[str, TensorTimes]] = dict
@@ -431,7 +423,7 @@ class Scheduler:
         # Older captures stay listed until they are complete, as the next update could tear them,
         # too.
         self.open = [*(older for older in self.open if not older.complete), dispatch]
-        self._measured.captures += 1
+        self._measured.counts.captures += 1
         self._events.begin(self._bound_plan.keys, self._bound_plan.issuing_events)
         dispatch.reach(0)
 
@@ -460,7 +452,7 @@ class Scheduler:
         self._measured.tensors = functools.partial(tensor_times, prepared, batches)
         if (link := link_bandwidth(batches)) is not None:
             self._measured.links.append(link)
-        self._measured.held_step = step
+        self._measured.counts.held_step = step
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -473,12 +465,8 @@ class Scheduler:
         plan = self._bound_plan.plan
         measured = self._measured
         duplicates = sum(p.duplicates.size_bytes for p in self._programs.plans.values())
-        return ScheduleStats(
-            captures=measured.captures,
-            held_step=measured.held_step,
-            plans=measured.plans,
-            strayed_steps=measured.strayed_steps,
-            followed_steps=measured.followed_steps,
+        return replace(
+            measured.counts,
             link_bytes_per_s=measured.link_bytes_per_s,
             needed_bytes_per_s=None if plan is None else plan.needed_bytes_per_s,
             step_s=None if plan is None else plan.step_s,
@@ -511,7 +499,7 @@ class Scheduler:
         if bound_plan.plan is not None and keys == bound_plan.keys:
             self._compare(bound_plan, bound_plan.plan, observed)
         else:
-            self._measured.strayed_steps += bound_plan.plan is not None
+            self._measured.counts.strayed_steps += bound_plan.plan is not None
             before = programs.seen_once.pop(keys, None)
             if keys in programs.plans:
                 pass  # it has a plan, but another one was predicted
@@ -525,7 +513,7 @@ class Scheduler:
     def _compare(self, bound_plan: BoundPlan, plan: StepPlan, observed: Observed) -> None:
         """Compare the waits of a step with the prediction; make the plan again after several
         misses."""
-        self._measured.followed_steps += 1
+        self._measured.counts.followed_steps += 1
         self._measured.waited_s.append(observed.wait_s)
         off_s = abs(observed.wait_s - plan.wait_s)
         if off_s <= max(_TOLERANCE * plan.wait_s, _TOLERANCE_S):
@@ -567,7 +555,7 @@ class Scheduler:
                 # The speed changes the predicted waits only; the slots allocated above still fit.
                 plan = plan_departures(seconds, leaving, link, duplicate_bytes_per_s=speed)
         units, _ = plan_units(plan, self._sources)
-        self._measured.plans += 1
+        self._measured.counts.plans += 1
         issuing_events = frozenset(unit.event for unit in units if unit.event)
         self._programs.add(
             BoundPlan(units, plan, last.keys, last.updates, duplicates, issuing_events)
@@ -575,7 +563,8 @@ class Scheduler:
         self._announce(plan, why)
 
     def _announce(self, plan: StepPlan, why: str) -> None:
-        if self._measured.plans > _ANNOUNCED_MAX:
+        plans = self._measured.counts.plans
+        if plans > _ANNOUNCED_MAX:
             return
         because = f" ({why})" if why else ""
         waits = "no step waits for them"
@@ -585,7 +574,7 @@ class Scheduler:
                 f"{decimal(round(min(plan.needed_bytes_per_s, 1e18)))}/s would do"
             )
         print_line(
-            f"everstep: {self._run}: plan {self._measured.plans} of captures{because}: a step of "
+            f"everstep: {self._run}: plan {plans} of captures{because}: a step of "
             f"{plan.step_s * 1e3:.1f} ms, copies at {decimal(round(plan.link_bytes_per_s))}/s, "
             f"{decimal(plan.duplicated_bytes)} duplicated; as predicted {waits}"
         )

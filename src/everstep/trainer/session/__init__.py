@@ -3,7 +3,8 @@
 Runs in the training process. Read in this order:
 
 - ``session``: the order of the work in each call; drives the participants
-  (:mod:`everstep.trainer.participant`).
+  (:mod:`everstep.trainer.participant`). The end: last bases, lost steps, and the keeper that stays
+  or goes.
 - ``components``: chooses and builds the participants of a method.
 - ``footprint``: memory and disk space that they will need; checked, and printed.
 - ``calls``: checks before a call does anything; one call at a time.
@@ -14,31 +15,5 @@ Runs in the training process. Read in this order:
 - ``step_consensus``: collective decisions of all ranks at a step boundary.
 - ``replica_bases``: requests bases from the keeper's replica.
 - ``preemption``: a last base before the job is killed.
-- ``closing``: last bases, lost steps, and the keeper that stays or goes.
 - ``stats``: costs and results.
 """
-
-from everstep.trainer.session.calls import (
-    CallGuard,
-    check_platform,
-    check_resume,
-    check_timeout,
-    check_usable,
-    exclusive,
-    refuse_pickling,
-)
-from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
-from everstep.trainer.session.session import open_session
-
-__all__ = [
-    "CallGuard",
-    "PreemptionHandler",
-    "check_platform",
-    "check_resume",
-    "check_timeout",
-    "check_usable",
-    "exclusive",
-    "open_session",
-    "rank_vote",
-    "refuse_pickling",
-]

@@ -16,23 +16,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from pathlib import PurePath
 from typing import Any
 
 from rich.filesize import decimal
 
-from everstep.config import Every, Options
+from everstep.config import Every
 from everstep.errors import InfeasibleError
 from everstep.link import Save
 from everstep.plan import Estimator, FailurePrior, checkfreq_interval, seldom, without_log
-from everstep.seams import Clock
 from everstep.seams.progress import print_line
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base import Saver
-from everstep.trainer.budget import DAY_S, DayMeter, Forecast, LogLimits, budget_in_words
-from everstep.trainer.budget.disk import interval_steps_within
+from everstep.trainer.budget import (
+    DAY_S,
+    DayMeter,
+    Forecast,
+    LogLimits,
+    budget_in_words,
+    interval_steps_within,
+)
 from everstep.trainer.log import Recorder
-from everstep.trainer.participant import Mark, Participant, RestoredState
+from everstep.trainer.participant import Mark, Participant, RestoredState, TrainingContext
 
 ASK_EVERY = 10
 """Maximum number of steps between two exchanges of the ranks of a job."""
@@ -124,12 +128,12 @@ class _Seen:
 class Cadence(Participant):
     """Measure the steps and bases of one training process, and decide when a base is due.
 
+    With several ranks and ``every="auto"`` no interval is chosen before all ranks have reported
+    their measurements (:meth:`decide`).
+
     Args:
-        run: run folder, for messages.
         base_bytes: bytes that a base writes to disk, until one was written.
         limits: limits of the log.
-        alone: False with several ranks. With ``every="auto"`` no interval is chosen before all
-            ranks have reported their measurements (:meth:`decide`).
 
     Attributes:
         interval_steps: number of steps between two bases, the same on all ranks. None if it is
@@ -139,25 +143,23 @@ class Cadence(Participant):
 
     def __init__(
         self,
-        options: Options,
-        run: PurePath,
+        context: TrainingContext,
         saver: Saver,
         keepers: Keepers,
         recorder: Recorder | None,
-        clock: Clock,
         *,
         base_bytes: int,
-        limits: LogLimits | None = None,
-        alone: bool = True,
+        limits: LogLimits,
     ) -> None:
+        options = context.options
+        self._context = context
         self._options = options
-        self._alone = alone
-        self._limits = limits or LogLimits()
-        self._run = run
+        self._alone = context.state.ranks.world == 1
+        self._limits = limits
         self._saver = saver
         self._keepers = keepers
         self._recorder = recorder
-        self._clock = clock
+        self._clock = context.clock
         self._base_bytes = base_bytes
         prior = None
         if options.every.mtbf_s is not None:
@@ -184,16 +186,6 @@ class Cadence(Participant):
         self.interval_steps = options.every.steps
         self._forecasts = recorder is not None or options.every != Every()
         self.forecast: Forecast | None = None
-
-    @property
-    def step_s(self) -> float | None:
-        """Measured seconds of a step without the cost of bases; None before the first."""
-        return self._estimator.step_s
-
-    @property
-    def mtbf_s(self) -> float:
-        """Estimated seconds of training between two failures."""
-        return self._estimator.mtbf_s
 
     def restored(self, restored: RestoredState) -> None:
         """Continue from a restored state; count failures if this process has not trained before."""
@@ -276,22 +268,17 @@ class Cadence(Participant):
         left = interval if due else interval - since
         return due, min(left, ASK_EVERY) if left > 0 else ASK_EVERY
 
-    def mark(self, mark: Mark) -> bool:
-        """Measure the step that has ended."""
-        self.step_ended()
-        return False
-
     def figures(self) -> Mapping[str, Any]:
         """Return the interval, what it follows from, and what it costs."""
         return {
             "interval_steps": self.interval_steps,
-            "step_s": self.step_s,
-            "mtbf_s": self.mtbf_s,
+            "step_s": self._estimator.step_s,
+            "mtbf_s": self._estimator.mtbf_s,
             "forecast_bytes_per_day": None if self.forecast is None else self.forecast.total_bytes,
         }
 
-    def step_ended(self) -> None:
-        """Measure a step that has ended, and review the choices from time to time."""
+    def mark(self, mark: Mark) -> bool:
+        """Measure the step that has ended, and review the choices from time to time."""
         now_s = self._clock.monotonic_s()
         stall_s = sum(self._saver.stall_s.values())
         if self._last_s is not None:
@@ -314,6 +301,7 @@ class Cadence(Participant):
             if self._options.every.auto:
                 self._choose()
             self._forecast_day()
+        return False
 
     # --- Measurements -------------------------------------------------------------------
 
@@ -347,7 +335,7 @@ class Cadence(Participant):
             return False
         self._in_flight = None
         slowed_s = self._slowed_s()
-        if save.durable.cancelled() or save.durable.exception() is not None:
+        if save.is_lost:
             return False
         keeper = self._keepers.stats
         before = self._seen
@@ -599,7 +587,7 @@ class Cadence(Participant):
         )
 
     def _say(self, text: str) -> None:
-        print_line(f"everstep: {self._run}: {text}")
+        print_line(f"everstep: {self._context.run}: {text}")
 
 
 def _steps(count: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from everstep.capture import Lane, UpdateHooks
@@ -17,18 +17,22 @@ from everstep.link.recordable import refuse_optimizers
 from everstep.state.ranks import refuse_divergent_updates
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
-from everstep.tiers import PeerOptions, TierOptions
+from everstep.tiers import PeerOptions
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.base import Saver
-from everstep.trainer.budget.disk import free_bytes
-from everstep.trainer.budget.host_memory import check_multistep_budget
-from everstep.trainer.checks import FirstBatches, require_replayable, require_replicable
+from everstep.trainer.budget import check_multistep_budget, free_bytes
+from everstep.trainer.checks import (
+    FirstBatches,
+    require_replayable,
+    require_replicable,
+    warn_of_unsaved_residuals,
+)
 from everstep.trainer.job import RunPlace, refuse_single_base_with_peer
-from everstep.trainer.log import NonFiniteCheck, Recorder, warn_of_unsaved_residuals
+from everstep.trainer.log import NonFiniteCheck, Recorder
 from everstep.trainer.multistep import MultistepDriver, replayable_gradient_bytes, window_end
-from everstep.trainer.participant import BaseSource, Participant
+from everstep.trainer.participant import BaseSource, Participant, TrainingContext
 from everstep.trainer.schedule import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.footprint import Footprint, print_footprint
@@ -103,7 +107,6 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     seams = place.seams
     job = place.job
     peers = place.peers
-    places = place.tiers
     if not options.method.in_memory:
         refuse_single_base_with_peer(peers, state.ranks, options.keep)
     footprint = Footprint.of(options, place, state)
@@ -111,9 +114,8 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     limits = footprint.limits
     # After the budgets were checked: a start that they refuse leaves no run folder.
     run_id = place.open_run()
-    clock = seams.clock
     channel = BackgroundChannel(
-        options.on_failure, clock, progress_timeout_s=options.progress_timeout_s
+        options.on_failure, seams.clock, progress_timeout_s=options.progress_timeout_s
     )
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
@@ -127,13 +129,14 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         terms.send_to_peer(
             memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), footprint.peer_log_bytes
         )
+    context = TrainingContext(options, run, state, lane, channel, seams.clock)
     kind = ScheduledSaver if options.is_scheduled else Saver
-    saver = kind(options, run, state, lane, channel, clock, participants)
+    saver = kind(context, participants)
     source: BaseSource = saver
     recorder = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
-        _refuse_lossy_replicas(state, peers, places, options.method.log)
+        _refuse_lossy_replicas(state, place, options.method.log)
         limits = limits.on_disk(
             options,
             options.keep + footprint.bounds.beside,
@@ -144,46 +147,27 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         replica = None
         if options.has_replica:
             require_replicable(state)
-            source = replica = ReplicaBases(
-                state,
-                saver,
-                channel,
-                several=state.ranks.world > 1,
-                timeout_s=options.progress_timeout_s,
-            )
-        recorder = Recorder(
-            options,
-            run,
-            state,
-            lane,
-            channel,
-            saver=saver,
-            log_bytes_max=limits.memory_bytes,
-            replica=replica,
-        )
+            source = replica = ReplicaBases(context, saver)
+        recorder = Recorder(context, saver, log_bytes_max=limits.memory_bytes, replica=replica)
         recorder.memory.waits_for_peers = peers is not None and peers.log != "none"
         participants += [recorder] if replica is None else [recorder, replica]
     if options.is_multistep:
         require_replayable(state)
         if job is not None:  # gradients of entries that other ranks write are not copied
-            footprint = footprint.copying(replayable_gradient_bytes(state, footprint.shape))
+            gradient_bytes = replayable_gradient_bytes(state, footprint.shape)
+            footprint = replace(footprint, gradients=(footprint.gradients[0], gradient_bytes))
         check_multistep_budget(
             options, memory.host_bytes, footprint.state_bytes, footprint.gradients[1]
         )
-        source = multistep = MultistepDriver(
-            options, state, saver, lane, channel, clock, window_end(job)
-        )
+        source = multistep = MultistepDriver(context, saver, window_end(job))
         participants.append(multistep)
     cadence = Cadence(
-        options,
-        run,
+        context,
         saver,
         keepers,
         recorder,
-        clock,
         base_bytes=max(1, footprint.shape.size_bytes - footprint.static_bytes),
         limits=limits,
-        alone=state.ranks.world == 1,
     )
     participants += [saver, cadence, RecoverableSteps(keepers, participants), FirstBatches(state)]
     components = Components(
@@ -208,12 +192,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     return components
 
 
-def _refuse_lossy_replicas(
-    state: State,
-    peers: PeerOptions | None,
-    places: Sequence[TierOptions],
-    log: str = "dense",
-) -> None:
+def _refuse_lossy_replicas(state: State, place: RunPlace, log: str) -> None:
     """Refuse lossy logs of parameters that several ranks hold.
 
     After a recovery, one rank would continue from lossy gradients and another from exact gradients
@@ -222,7 +201,9 @@ def _refuse_lossy_replicas(
     Raises:
         OptionError: Several ranks record the same elements, and their log is lossy.
     """
-    forms = [place.log for place in places] + ([] if peers is None else [peers.log])
+    forms = [tier.log for tier in place.tiers]
+    if place.peers is not None:
+        forms.append(place.peers.log)
     where = 'log="adaptive" in tiers='
     instead = 'log="whole" in TierOptions and PeerOptions'
     if log == "adaptive" and state.ranks.world > 1:

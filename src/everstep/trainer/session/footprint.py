@@ -6,7 +6,7 @@ Everything is computed before the run folder is opened, so that a refused start 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from rich.filesize import decimal
@@ -24,25 +24,22 @@ from everstep.trainer.budget import (
     RUN_BYTES,
     Bounds,
     LogLimits,
+    MemoryPlan,
+    base_memory_bytes,
     bases_in_flight_max,
     bounds_of,
     budget_in_words,
     check_disk_budget,
-)
-from everstep.trainer.budget.disk import log_step_bytes
-from everstep.trainer.budget.host_memory import (
-    MemoryPlan,
-    base_memory_bytes,
     gradients_of,
+    log_step_bytes,
     mark_entries,
     mark_memory_bytes,
     peer_log_bytes,
     plan_memory,
     shape_after_first_update,
 )
-from everstep.trainer.checks import why_inexact
+from everstep.trainer.checks import residual_bytes, why_inexact
 from everstep.trainer.job import RunPlace, memory_notice, peer_notice
-from everstep.trainer.log import residual_bytes
 
 _MARKED_MIN_BYTES = 1 << 20
 _PLAIN_SHARE = 10  # of gradients; less plain data is not worth a word
@@ -131,10 +128,6 @@ class Footprint:
             limits=limits,
             peer_log_bytes=peer_log,
         )
-
-    def copying(self, gradient_bytes: int) -> Footprint:
-        """Return the footprint with another number of gradient bytes in a step."""
-        return replace(self, gradients=(self.gradients[0], gradient_bytes))
 
 
 def print_footprint(

@@ -7,7 +7,6 @@ replica, or it has stopped, the training process captures the base itself.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -16,15 +15,14 @@ import torch
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import EverstepError, StateError
 from everstep.format import ShardIdentity
-from everstep.link import BackgroundChannel, Save, complete
+from everstep.link import Save, complete
 from everstep.link.assembly import Samples
 from everstep.seams.processes import wait_all, wait_done
-from everstep.state.survey import Survey
-from everstep.state.training_state import State
+from everstep.state.survey import Survey, same_objects
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base import PreparedBase, Saver
-from everstep.trainer.participant import BaseRequest, Participant
+from everstep.trainer.participant import BaseRequest, Participant, TrainingContext
 
 
 class ReplicaBases(Participant):
@@ -33,30 +31,19 @@ class ReplicaBases(Participant):
     The keeper has a replica once a base was taken for it. When the replica stops, the keeper
     reports it, and the next base is captured by the training process again.
 
-    Args:
-        several: True with several ranks. Each base is then of exactly the step where it is
-            requested, as every rank has a share of it, and the log stays until a base is durable
-            on all ranks.
-        timeout_s: maximum time in seconds that training waits for an overdue base.
+    With several ranks each base is of exactly the step where it is requested, as every rank has a
+    share of it, and the log stays until a base is durable on all ranks.
 
     Attributes:
         lost: reason why the replica has stopped, until the next base is taken; else None.
     """
 
-    def __init__(
-        self,
-        state: State,
-        saver: Saver,
-        channel: BackgroundChannel,
-        *,
-        several: bool,
-        timeout_s: float,
-    ) -> None:
-        self._state = state
+    def __init__(self, context: TrainingContext, saver: Saver) -> None:
+        self._context = context
         self._saver = saver
-        self._channel = channel
-        self._several = several
-        self._timeout_s = timeout_s
+        self._several = context.state.ranks.world > 1
+        # Maximum time that training waits for an overdue base.
+        self._timeout_s = context.options.progress_timeout_s
         self._keeper: RemoteKeeper | None = None
         self._expected = False
         self._off = False
@@ -113,7 +100,7 @@ class ReplicaBases(Participant):
         """Request a base from the replica, or capture it where the replica cannot serve it."""
         identity = request.identity
         if not request.captured and self.can_serve(exact=request.show):
-            survey = request.survey or self._state.survey()
+            survey = request.survey or self._context.state.survey()
             return self.request(identity, survey, exact=request.show)
         # The new base replaces the replica that pending requests are to be served from.
         self.settle(self._timeout_s)
@@ -128,7 +115,7 @@ class ReplicaBases(Participant):
         self._taken = save
 
         def ended(_: object) -> None:
-            if _failed(save):
+            if save.is_lost:
                 self._expected = False
 
         save.durable.add_done_callback(ended)
@@ -146,9 +133,11 @@ class ReplicaBases(Participant):
         last = self._last
         exact = exact or self._several
         assert keeper is not None
-        if self._taken is not None and _is_of(self._taken, identity):
-            return self._taken  # the replica begins with this very base
-        if last is not None and _is_of(last, identity) and (last in self._exact or not exact):
+        taken = self._taken
+        if taken is not None and taken.is_of(identity) and not taken.is_lost:
+            return taken  # the replica begins with this very base
+        serves = last is not None and last.is_of(identity) and not last.is_lost
+        if last is not None and serves and (last in self._exact or not exact):
             return last
         if self._several:
             self._limit_pending()
@@ -177,7 +166,7 @@ class ReplicaBases(Participant):
         Always False with several ranks, as all of them would have to capture it.
         """
         last = self._last
-        if self._several or last is None or not _failed(last):
+        if self._several or last is None or not last.is_lost:
             return False
         self._expected = False
         self._last = None
@@ -203,7 +192,7 @@ class ReplicaBases(Participant):
         # Before the keeper drops it: from now on no base may be requested from the replica.
         self._off = True
         keeper.drop_replica()
-        self._channel.post(
+        self._context.channel.post(
             EverstepError(
                 "the replica does not keep up with training: the steps that it has not applied yet "
                 "fill the memory of the log; from now on the log is applied only at recovery",
@@ -245,26 +234,10 @@ class ReplicaBases(Participant):
         tensors = survey.tensors
         names = [name for name, kind in kinds if kind in ("replayed", "static")]
         names = [n for n in names if tensors[n].is_cpu and tensors[n].is_contiguous()]
-        live = tuple(survey.tensors[name] for name in names)
-        same = len(live) == len(self._live) and all(map(operator.is_, live, self._live))
-        if self._check is None or prepared is not self._prepared or not same:
-            layouts = [
-                (shard.layout, offset)
-                for shard, offset in zip(prepared.shards, prepared.offsets, strict=True)
-            ]
+        live = tuple(tensors[name] for name in names)
+        same = prepared is self._prepared and same_objects(live, self._live)
+        if self._check is None or not same:
             self._prepared = prepared
             self._live = live
-            self._check = SpotCheck(layouts, survey.tensors, frozenset(names))
-        packed = self._check.packed(self._check.take())
-        return [Samples(width, where, values) for width, where, values in packed]
-
-
-def _is_of(save: Save, identity: ShardIdentity) -> bool:
-    """Return True if ``save`` is a base of the same step and has not failed."""
-    same = (save.timeline, save.step) == (identity.timeline, identity.step)
-    return same and not _failed(save)
-
-
-def _failed(save: Save) -> bool:
-    future = save.durable
-    return future.done() and (future.cancelled() or future.exception() is not None)
+            self._check = SpotCheck(prepared.layouts, tensors, frozenset(names))
+        return [Samples(*some) for some in self._check.packed(self._check.take())]

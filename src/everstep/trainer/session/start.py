@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from everstep.errors import RecoveryError, StateError
-from everstep.format.writer import ChunkRing
 from everstep.link.messages import JobSession
 from everstep.restore.fetch import KeeperContents
 from everstep.restore.start import Resumed, ResumeRequest
@@ -18,11 +17,10 @@ from everstep.restore.start.resume import resume
 from everstep.run import TimelineCache
 from everstep.run.folder import open_timeline, refuse_unresumed
 from everstep.seams.fingerprint import computed_on, device_types
-from everstep.state.training_state import State
 from everstep.tiers import storage_errors
-from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.checks import warn_of_unsaved_residuals
 from everstep.trainer.job import RunPlace, resume_as_job_of_one, with_source
-from everstep.trainer.log import warn_of_unsaved_residuals
+from everstep.trainer.session.components import Components
 
 
 class LiveStateGuard:
@@ -98,31 +96,22 @@ class RunStarter:
 
     Args:
         place: run folder and ranks; the file system that reads also finds copies in other tiers.
-        timeout_s: seconds without progress after which an operation is reported as hung.
 
     Attributes:
         live_state: guard of the state, which is notified before it is overwritten.
         job: ranks that start together; None if this process trains alone.
     """
 
-    def __init__(
-        self,
-        place: RunPlace,
-        keepers: Keepers,
-        run_id: str,
-        state: State,
-        ring: ChunkRing,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, place: RunPlace, parts: Components) -> None:
         self.job = place.job
-        self._keepers = keepers
+        self._keepers = parts.keepers
         self._seams = place.reading
         self._run = place.run
-        self._run_id = run_id
-        self._state = state
-        self._ring = ring
+        self._run_id = parts.run_id
+        self._state = parts.state
+        self._ring = parts.ring
         self.live_state = LiveStateGuard()
-        self._timeout_s = timeout_s
+        self._timeout_s = parts.options.progress_timeout_s
         self._timelines = TimelineCache()
 
     @property

@@ -25,10 +25,8 @@ import torch
 from torch import nn
 
 from everstep.capture import UpdateHooks
-from everstep.config import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.format import ShardIdentity
-from everstep.link import BackgroundChannel
 from everstep.state.layout.entries import RNG_SECTION
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
@@ -40,7 +38,7 @@ from everstep.trainer.checks import (
     UntrackedSchedulers,
 )
 from everstep.trainer.log import WatchedTensors
-from everstep.trainer.participant import Participant
+from everstep.trainer.session.components import Components
 
 _log = logging.getLogger("everstep")
 
@@ -82,7 +80,6 @@ class StateWatch:
 
     Args:
         at: position of training.
-        gate: function that delays an update until what it changes was copied.
 
     Attributes:
         lsn_at_mark: number of updates at the last step mark.
@@ -93,27 +90,21 @@ class StateWatch:
         changing: True between ``before_update()`` and ``after_update()``.
     """
 
-    def __init__(
-        self,
-        state: State,
-        options: Options,
-        channel: BackgroundChannel,
-        updates: UpdateHooks,
-        participants: Sequence[Participant],
-        at: Position,
-        gate: Callable[[str | None], None],
-    ) -> None:
+    def __init__(self, parts: Components, at: Position) -> None:
+        state = parts.state
+        updates = parts.updates
+        gate = parts.saver.gate
+        tell = parts.channel.post_notice
         self._state = state
         self._at = at
         self._gate = gate
         self._pid = os.getpid()
-        self._channel = channel
+        self._channel = parts.channel
         self._updates = updates
-        self._participants = participants
-        self._follows = any(one.follows_updates for one in participants)
-        self._logs = any(one.reads_marks for one in participants)
-        self.surveys = options.method.in_memory or self._logs
-        tell = channel.post_notice
+        self._participants = parts.participants
+        self._follows = any(one.follows_updates for one in parts.participants)
+        self._logs = parts.reads_marks
+        self.surveys = parts.options.method.in_memory or self._logs
         self.lsn_at_mark = 0
         self.last_mark: LastMark | None = None
         self.abandoned = False

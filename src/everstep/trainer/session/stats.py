@@ -214,15 +214,9 @@ class RecoverableSteps(Participant):
         if keeper is None or keeper.pid is None or keeper.lost is not None:
             return durable_step  # a keeper thread dies with this process
         reachable = [one.reachable_step for one in self._participants]
-        complete = [
-            save.step for owner, save in self._recent if owner is keeper and _is_complete(save)
-        ]
+        taken = (save for owner, save in self._recent if owner is keeper)
+        complete = [save.step for save in taken if save.is_staged and not save.is_lost]
         return _newest(durable_step, *reachable, *complete)
-
-
-def _is_complete(save: Save) -> bool:
-    staged = save.staged
-    return staged.done() and not staged.cancelled() and not staged.exception() and not save.is_lost
 
 
 def _newest(*steps: int | None) -> int | None:

@@ -29,13 +29,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from everstep.config import Options
 from everstep.errors import DeadlineError, NonFiniteError
-from everstep.link import BackgroundChannel
 from everstep.trainer.job import Job
-from everstep.trainer.log import NonFiniteCheck, nonfinite_error
-from everstep.trainer.participant import Participant
-from everstep.trainer.session.cadence import Cadence
+from everstep.trainer.log import nonfinite_error
+from everstep.trainer.session.components import Components
 
 _SINGLE_RANK: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -47,20 +44,13 @@ class StepConsensus:
         job: all ranks of the job; None if this process trains alone and decides by itself.
     """
 
-    def __init__(
-        self,
-        job: Job | None,
-        options: Options,
-        channel: BackgroundChannel,
-        cadence: Cadence,
-        participants: Sequence[Participant],
-        nonfinite: NonFiniteCheck | None,
-    ) -> None:
+    def __init__(self, job: Job | None, parts: Components) -> None:
+        options = parts.options
         self._job = job
-        self._channel = channel
-        self._cadence = cadence
-        self._participants = participants
-        self._nonfinite_check = nonfinite
+        self._channel = parts.channel
+        self._cadence = parts.cadence
+        self._participants = parts.participants
+        self._nonfinite_check = parts.nonfinite
         self._timed = options.every.auto or options.every.seconds is not None
         # With watch= all ranks raise at the same step. With lag_steps= no rank may be further ahead
         # of the durable log than the others.
@@ -72,8 +62,8 @@ class StepConsensus:
         self._voted_step = -1  # the last step at which this rank has taken part
         self._any_needs: Callable[[], bool] | None = None  # result of the non-blocking vote
         self._nonfinite: deque[NonFiniteError] = deque()
-        if job is not None and nonfinite is not None:
-            nonfinite.collect(self._nonfinite)
+        if job is not None and parts.nonfinite is not None:
+            parts.nonfinite.collect(self._nonfinite)
 
     def restarted(self) -> None:
         """Begin anew after all ranks have started at the same step."""

@@ -1,44 +1,53 @@
-"""Host memory budgets: computed, and checked before anything is captured (I10).
+"""Memory and disk space that a run will need: computed and checked before it starts (I10).
 
-The budget of host memory is divided among the arena (captures and log), a replica, bases that live
-in memory, and copies for other ranks. :func:`plan_memory` computes the shares; each function
-refuses a budget that is too small, and names the number of bytes that suffices.
-
-Limits of the gradient log in host memory and on disk, and the errors when they are reached.
-
-Predicts the shape of a state after the first update, so that budgets apply to the full state.
+Runs in the training process. First host memory: its budget is divided among the arena (captures and
+log), a replica, bases that live in memory, and copies for other ranks. :func:`plan_memory` computes
+the shares; each function refuses a budget that is too small, and names the number of bytes that
+suffices. :class:`LogLimits` limits the gradient log in host memory and on disk.
 
 Most optimizers create their state in their first step; before it, a state has a third of its final
-size. For torch's own optimizers the additional entries are found by an update of tensors without
-memory, on the meta device.
+size. :func:`shape_after_first_update` predicts the shape after it, so that budgets apply to all
+of it: for torch's own optimizers, by an update of tensors without memory, on the meta device.
+
+Last the disk: upper bounds for its space, and the daily write budget. The bounds include records:
+headers, markers and manifests of a small state are not negligible. They do not include leftovers of
+a failure (an incomplete base is removed with the next one), nor a log on disk, which is announced
+separately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from torch.optim import Optimizer
 
 from everstep.arena import CONTROL_BYTES, PAGE_BYTES, PROGRESS_WORDS
-from everstep.commit.peer_copies import peer_of
+from everstep.commit.peer_copies import NEEDED_MAX, peer_of
 from everstep.config import Options
-from everstep.errors import KeeperError, OutOfSpaceError
+from everstep.errors import OutOfSpaceError
+from everstep.format import ShardIdentity
+from everstep.format.header import plan_files
 from everstep.link.messages import RECORD_BYTES
 from everstep.replay.optimizer_step import build, own_step
+from everstep.seams import FileSystem
 from everstep.seams.machine import limit_of, memory_available_bytes
 from everstep.state.layout import Entry
 from everstep.state.layout.entries import is_reserved
 from everstep.state.layout.shards import plan_shards
 from everstep.state.providers import ModuleProvider, OptimizerProvider, local_optimizer
 from everstep.state.ranks import RankInfo
-from everstep.state.survey import Shape
+from everstep.state.survey import Shape, drift_bytes
 from everstep.state.training_state import State
 from everstep.state.values.objects import join_path
 from everstep.state.values.tensors import local_tensor, tensor_entry
-from everstep.tiers import PeerOptions
+from everstep.tiers import PeerOptions, TierOptions, storage_errors
 
 _IN_FLIGHT_MIN = 2
 _QUEUE_BYTES = 64 << 20  # small states may queue up to this size
@@ -115,8 +124,8 @@ def arena_budget_bytes(options: Options, budget_bytes: int, state_bytes: int) ->
 def bases_in_flight_max(options: Options, state_bytes: int) -> int | None:
     """Return how many bases may be in host memory before they are on disk; None for no limit.
 
-    A base that waits behind others for a slow disk is of no use until those are written, so
-    training waits instead. There is no limit if the user has set aside memory for a queue, or the
+    A base that waits until a slow disk has written others is of no use until then, so training
+    waits instead. There is no limit if the user has set aside memory for a queue, or the
     method has its own limit; small states may queue a few more.
     """
     if options.budget.host_bytes is not None or options.is_scheduled:
@@ -200,15 +209,6 @@ def check_multistep_budget(
             f"needs {need} bytes of host memory; the budget is {host_bytes} bytes",
             hint=f"Budget(host_bytes={need}) or more, or parts={fit}",
         )
-
-
-def log_budget_bytes(arena_bytes: int, state_bytes: int) -> int:
-    """Return the share of the arena for the gradient log.
-
-    It is the space that two bases leave (the old one stays until the new one is durable), and at
-    least half of the space that one base leaves.
-    """
-    return max(arena_bytes - 2 * state_bytes, (arena_bytes - state_bytes) // 2)
 
 
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]:
@@ -364,9 +364,13 @@ class LogLimits:
 
     @classmethod
     def of(cls, host_bytes: int, arena_bytes: int, state_bytes: int) -> LogLimits:
-        """Return the limits of a log in an arena of this size, without a disk."""
+        """Return the limits of a log in an arena of this size, without a disk.
+
+        It gets the space that two bases leave (the old one stays until the new one is durable), and
+        at least half of the space that one base leaves.
+        """
         return cls(
-            memory_bytes=log_budget_bytes(arena_bytes, state_bytes),
+            memory_bytes=max(arena_bytes - 2 * state_bytes, (arena_bytes - state_bytes) // 2),
             host_bytes=host_bytes,
             arena_bytes=arena_bytes,
             state_bytes=state_bytes,
@@ -441,41 +445,10 @@ class LogLimits:
         """
         if not self.arena_bytes:
             return None
-        # Inverse of log_budget_bytes(): the smaller arena for which one of its two terms reaches
+        # Inverse of of(): the smaller arena for which one of its two terms reaches
         # log_bytes.
         arena_bytes = min(log_bytes + 2 * self.state_bytes, 2 * log_bytes + self.state_bytes + 1)
         return -(-self.host_bytes * arena_bytes // self.arena_bytes)
-
-
-def too_large(need_bytes: int, most_bytes: int) -> OutOfSpaceError:
-    """Return the error for a record that is larger than the memory of the log."""
-    return OutOfSpaceError(
-        f"a record of the log needs {need_bytes} bytes of host memory, and the whole log may use "
-        f"{most_bytes}: steps are not recorded, and a crash loses all steps since the newest base",
-        hint="a larger Budget(host_bytes=), less plain data in the state, or method='lazy'",
-    )
-
-
-def log_dropped(step: int | None) -> OutOfSpaceError:
-    """Return the error for a log that was dropped up to a step to make space for a base."""
-    return OutOfSpaceError(
-        "the gradient log was dropped because host memory has no space for it beside a base: until "
-        "the next base is durable, a crash loses all steps since the previous base",
-        step=step,
-        hint="a larger Budget(host_bytes=), or less plain data in the state",
-    )
-
-
-def log_dropped_early(step: int) -> KeeperError:
-    """Return the error for a log that was dropped before the peers had the base after it."""
-    return KeeperError(
-        f"the log up to step {step} was dropped before the base of that step was complete with all "
-        "peers, because there is no host memory to keep it longer",
-        step=step,
-        tier="peer",
-        hint="if a node is lost before, all ranks return to an older base; use more "
-        "Budget(host_bytes=), a shorter every=, or a larger PeerOptions(bytes_per_s=)",
-    )
 
 
 def shape_after_first_update(state: State, shape: Shape) -> tuple[Shape, bool]:
@@ -566,3 +539,190 @@ def _kept(
         return None  # it reads values (ASGD, Adafactor), or needs a closure (LBFGS)
     kept = optimizer.state.get(stand_in, {})
     return {key: value for key, value in kept.items() if isinstance(value, torch.Tensor)}
+
+
+# --- Disk ---------------------------------------------------------------------------------
+
+_RECORD_BYTES = 1024  # size of a marker for one file; about 450 bytes are used
+RUN_BYTES = 8192
+"""Bytes of the run folder without bases and log: ``run.json`` and a few timelines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Upper bounds for this rank in bytes, as long as nothing fails.
+
+    Attributes:
+        base_bytes: files of one base, with its records.
+        beside: bases on disk in addition to those to keep. One is being written. With several
+            ranks there is one more, because other ranks write the next base before rank 0 has
+            allowed them to delete the oldest. Peers may need further ones.
+        disk_bytes: all bases in the run folder.
+        copies: places for copies, and the bytes of this rank in each.
+    """
+
+    base_bytes: int
+    beside: int
+    disk_bytes: int
+    copies: tuple[tuple[str, int], ...] = ()
+
+
+def bounds_of(
+    options: Options,
+    shape: Shape,
+    ranks: RankInfo,
+    places: Sequence[TierOptions] = (),
+) -> Bounds:
+    """Return the bounds for a state of this shape."""
+    base_bytes = _base_bytes(shape, ranks)
+    copies = tuple(
+        (place.where, ((place.keep or options.keep) + 1) * base_bytes + RUN_BYTES)
+        for place in places
+    )
+    beside = 1 if ranks.world == 1 else 2
+    if len(set(ranks.nodes)) > 1 and not options.method.in_memory:
+        beside += max(0, 1 + NEEDED_MAX - options.keep)
+    disk_bytes = (options.keep + beside) * base_bytes + RUN_BYTES
+    return Bounds(base_bytes, beside, disk_bytes, copies)
+
+
+def _base_bytes(shape: Shape, ranks: RankInfo) -> int:
+    identity = ShardIdentity("0" * 32, 0, 0, 0, ranks.rank, ranks.world, True)
+    files = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes)
+    # A layout is used again while objects grow by less than this (state/survey.py), so a
+    # base may exceed its plan.
+    drift = sum(map(drift_bytes, shape.objects_bytes.values()))
+    marker = _RECORD_BYTES * max(1, len(files))
+    # The marker, and the manifest, which contains the markers of all ranks.
+    return sum(file.size_bytes for file in files) + drift + (2 + ranks.world) * marker
+
+
+DAY_S = 86_400.0
+_SLOT_S = 600.0
+_NEVER_STEPS = 1 << 62
+_STEP_BYTES = 16384  # random states and record headers of a step
+
+
+def check_disk_budget(
+    options: Options,
+    run: PurePath,
+    base_bytes: int,
+    *,
+    beside: int = 1,
+    step_bytes: int = 0,
+    other_bytes: int = 0,
+) -> None:
+    """Check that the bases to keep fit into the disk budget, with their logs.
+
+    Args:
+        base_bytes: files of one base.
+        beside: bases on disk in addition to those to keep.
+        step_bytes: maximum size of a step of the log on disk. Each base has a log of as many steps
+            as the interval has, or of at least two if the interval is not given in steps.
+        other_bytes: further bytes in the run folder.
+
+    Raises:
+        OutOfSpaceError: They do not fit. The hint names the bytes, bases or steps that would.
+    """
+    budget = options.budget.disk_bytes
+    bases = options.keep + beside
+    steps = (options.every.steps or 2) * options.method.disk_every if step_bytes else 0
+    each = base_bytes + steps * step_bytes
+    need = bases * each + other_bytes
+    if budget is None or need <= budget:
+        return
+    log = f", each with a log of {_steps(steps)}," if steps else ""
+    fit = (budget - other_bytes) // each - beside
+    instead = [f"Budget(disk_bytes={need})", *([f"keep={fit}"] if fit > 0 else [])]
+    if options.every.steps is not None and steps:
+        left = (budget - other_bytes) // bases - base_bytes
+        every = left // (step_bytes * options.method.disk_every)
+        instead += [f"every={every}"] if every > 0 else []
+    raise OutOfSpaceError(
+        f"{options.keep} bases to keep and {'one' if beside == 1 else beside} being written{log} "
+        f"need {need} bytes; the budget is {budget}",
+        path=run,
+        hint=", or ".join(instead),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes that a run writes to disk in a day of training.
+
+    Attributes:
+        bases_bytes: bytes of bases.
+        log_bytes: bytes of a log on disk.
+    """
+
+    bases_bytes: float
+    log_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return self.bases_bytes + self.log_bytes
+
+    @property
+    def in_words(self) -> str:
+        """Describe the forecast, as in ``"bases of 4.6 GB and a log of 33.0 GB"``."""
+        bases = decimal(round(self.bases_bytes))
+        log = decimal(round(self.log_bytes))
+        return f"bases of {bases}" + (f" and a log of {log}" if self.log_bytes else "")
+
+
+class DayMeter:
+    """Measure the growth of a total in the last 24 hours, rounded up."""
+
+    def __init__(self) -> None:
+        self._slots: deque[tuple[float, int]] = deque()  # start time, and the total then
+        self._total = 0
+
+    def reached(self, now_s: float, total: int) -> None:
+        """Note the current total."""
+        if not self._slots or now_s - self._slots[-1][0] >= _SLOT_S:
+            self._slots.append((now_s, self._total))
+        self._total = max(self._total, total)
+
+    def last_day_bytes(self, now_s: float) -> int:
+        """Return the growth in the last day, plus at most ten minutes."""
+        # The slot that began before the day stays, so that no byte of the day is missed.
+        while len(self._slots) > 1 and self._slots[1][0] <= now_s - DAY_S:
+            self._slots.popleft()
+        return self._total - self._slots[0][1] if self._slots else 0
+
+
+def interval_steps_within(bytes_per_day: float, base_bytes: int, step_s: float) -> int:
+    """Return the smallest interval, in steps, whose bases stay within ``bytes_per_day``."""
+    if bytes_per_day <= 0:
+        return _NEVER_STEPS
+    return min(_NEVER_STEPS, max(1, math.ceil(base_bytes * DAY_S / (step_s * bytes_per_day))))
+
+
+def budget_in_words(options: Options) -> str:
+    """Describe the daily write budget, as in ``"budget of 40.0 GB a day"``."""
+    budget = options.budget.write_bytes_per_day
+    return "no daily budget" if budget is None else f"budget of {decimal(budget)} a day"
+
+
+def _steps(count: int) -> str:
+    return "one step" if count == 1 else f"{count} steps"
+
+
+def log_step_bytes(shape: Shape, recorded_bytes: int) -> int:
+    """Return the maximum size of a step in a log on disk.
+
+    That is the recorded gradients, the entries of the step mark, its objects and random states, and
+    headers.
+    """
+    entries = sum(entry.size_bytes for entry in mark_entries(shape))
+    return recorded_bytes + entries + sum(shape.objects_bytes.values()) + _STEP_BYTES
+
+
+def free_bytes(filesystem: FileSystem, run: PurePath) -> int:
+    """Return the free bytes of the disk of a run.
+
+    Raises:
+        StorageError
+    """
+    with storage_errors("look at the disk", run):
+        return filesystem.free_bytes(run)

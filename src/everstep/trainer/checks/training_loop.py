@@ -1,32 +1,42 @@
-"""Detects optimizers and schedulers that act on the state but are not part of it.
+"""Checks of the training loop: optimizers and schedulers outside of the state, incomplete steps.
 
-Such an optimizer was forgotten in the state, or the program has made a new one in the middle of a
-run. Its moments and rates are in no base, so nothing saved after its first update is exact. Its
-updates wait at the gate and are counted like those of the state's own optimizers, but no log can
-repeat them. Likewise the counters of a scheduler outside of the state are in no base; frameworks
-often make one of their own.
+An optimizer that acts on the state but is not part of it was forgotten in the state, or the program
+has made a new one in the middle of a run. Its moments and rates are in no base, so nothing saved
+after its first update is exact. Its updates wait at the gate and are counted like those of the
+state's own optimizers, but no log can repeat them. Likewise the counters of a scheduler outside of
+the state are in no base; frameworks often make one of their own.
 
 torch calls the hooks registered here before and after the step of every optimizer of the process.
 An optimizer is classified at its first step, and again when it has more parameter groups. One that
 updates no tensor of the state is classified again when the state has new entries. For all other
 steps the hook is a lookup in a dict.
+
+A gradient compressor or a communication hook of DistributedDataParallel that keeps data between
+steps (residuals) may be outside of the state, too.
+
+``ckpt.step()`` may be called before the step is complete: gradients that wait for an update, and
+results that a ``GradScaler`` has not processed yet, are not part of the state. A resume at such a
+step mark would continue without them.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
@@ -35,12 +45,17 @@ from torch.optim.optimizer import (
 )
 
 from everstep.capture import UpdateHooks
+from everstep.compress.compressor import Compressor
 from everstep.errors import StateError
+from everstep.link.recordable import compressors_of, exchanges_of
 from everstep.state.coverage import first_few
 from everstep.state.ownership import AddressRanges, Memory, memory_of
-from everstep.state.providers import StatefulProvider, unwrap_optimizer
+from everstep.state.providers import ModuleProvider, StatefulProvider, unwrap_optimizer
+from everstep.state.providers.gradients import unreduced_gradients
+from everstep.state.providers.stateful import has_inspected_gradients
+from everstep.state.ranks import find_ddp, reduced_parameter_ids
 from everstep.state.training_state import State
-from everstep.state.values.tensors import local_tensor, why_not_storable
+from everstep.state.values.tensors import is_dtensor, local_tensor, why_not_storable
 from everstep.state.values.tree import find_referrers
 
 _log = logging.getLogger("everstep")
@@ -468,3 +483,261 @@ def _count_when_made(scheduler: LRScheduler) -> tuple[int, ...]:
 
 def _is_plain(scheduler: LRScheduler) -> bool:
     return type(scheduler).step is LRScheduler.step
+
+
+# --- Residuals ----------------------------------------------------------------------------
+
+_OURS = "add it to the state, under a name of its own"
+_THEIRS = (
+    "add an object to the state that holds it as an attribute, and whose state_dict() and "
+    "load_state_dict() return and restore its data (docs/EXACTNESS.md has one for PowerSGD); or "
+    "use everstep's DDPCompression, which can be added to the state itself"
+)
+_OF_TORCH = ("torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks",)
+_GROUPS = (dist.ProcessGroup,) if dist.is_available() else ()
+_FIXED = (
+    *(type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device),
+    *(weakref.ref, types.ModuleType, types.FunctionType, *_GROUPS),
+)
+
+
+def residual_bytes(state: State) -> int:
+    """Return the size of the residuals held in the state, in bytes; each step mark of the log
+    holds them."""
+    of_compressors = sum(one.residual_bytes for one in compressors_of(state).values())
+    return of_compressors + sum(one.residual_bytes for one in exchanges_of(state))
+
+
+def warn_of_unsaved_residuals(state: State) -> None:
+    """Warn once of each gradient compressor or communication hook that keeps data between steps
+    and is not in the state; note it in ``state.coverage.unsaved_inputs`` (then inexact)."""
+    saved = _saved(state)
+    found = list[str]()
+    for section, kind, kept in _keeping(state):
+        if id(kept) in saved:
+            continue
+        if kind:
+            finding = f"a {kind} compresses gradients of {section!r}"
+            lost = "its residual"
+            hint = _OURS
+        else:
+            kind = type(kept).__name__
+            finding = f"a communication hook of {section!r} uses a {kind}"
+            lost = "its data (residuals, counters)"
+            hint = _THEIRS
+        found.append(f"{finding}, which is not in the state")
+        if found[-1] not in state.coverage.unsaved_inputs:
+            _log.warning(
+                "everstep: %s: %s is not saved, and resume() loses it\n  hint: %s",
+                found[-1],
+                lost,
+                hint,
+            )
+    state.coverage.unsaved_inputs = tuple(found)
+
+
+def _saved(state: State) -> set[int]:
+    """Return the ids of the objects in a state, and of the attributes of the program's own
+    objects."""
+    found = set(map(id, state.values.values()))
+    for value in state.values.values():
+        if not isinstance(value, nn.Module | torch.optim.Optimizer):
+            found.update(map(id, getattr(value, "__dict__", {}).values()))
+    return found
+
+
+def _keeping(state: State) -> Iterator[tuple[str, str, object]]:
+    """Yield section, kind and object of everything that keeps data gradients depend on between
+    steps.
+
+    The kind is empty for objects that are not everstep's own."""
+    for section, optimizer in state.optimizers.items():
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            one = getattr(hook, "__self__", None)
+            if isinstance(one, Compressor) and one.residual_bytes:
+                yield section, "Compressor", one
+    loaded = sys.modules.get("everstep.compress.ddp")  # not loaded: not used
+    for section, provider in state.providers.items():
+        if not isinstance(provider, ModuleProvider):
+            continue
+        for module in provider.outer.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                for hook, kept in getattr(module, "_comm_hooks", ()):
+                    if loaded is not None and isinstance(kept, loaded.DDPCompression):
+                        if kept.residual_bytes:
+                            yield section, "DDPCompression", kept
+                    else:
+                        owners = (kept, getattr(hook, "__self__", None))
+                        yield from ((section, "", one) for one in owners if not _is_fixed(one))
+
+
+def _is_fixed(kept: object) -> bool:
+    """Return True if a hook cannot keep data in ``kept`` that a restart would lose."""
+    if isinstance(kept, tuple):
+        return all(map(_is_fixed, kept))
+    if is_dataclass(kept) and not isinstance(kept, type):
+        frozen = type(kept).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return bool(frozen) or type(kept).__module__ in _OF_TORCH
+    return isinstance(kept, _FIXED) or type(kept).__name__ == "DeviceMesh"
+
+
+# --- Complete steps -----------------------------------------------------------------------
+
+
+class PendingGradients:
+    """Detect gradients that wait for an update at a step mark.
+
+    Gradients are examined only at step marks without an update, and once more at the next such mark
+    or before the next update. A gradient that was written to at most once in between has waited: it
+    was not zeroed and computed again (as after a step that a GradScaler has skipped), though a
+    backward may have added to it. DDP writes once more, when it copies the reduced gradients back.
+    Gradients that FSDP2 has not reduced yet always wait, as ``zero_grad()`` does not reach them.
+
+    Args:
+        updates: hooks of the state; holds the handles of the hooks made here.
+        tell: called once with the warning.
+    """
+
+    def __init__(
+        self, state: State, updates: UpdateHooks, tell: Callable[[StateError], None]
+    ) -> None:
+        self._optimizers = state.optimizers
+        self._updates = updates
+        self._tell = tell
+        modules = (one for one in state.providers.values() if isinstance(one, ModuleProvider))
+        self._modules = [one.outer for one in modules]
+        self._waiting: dict[str, _Gradient] = {}
+        self._hooked: set[str] = set()
+        self._reported = False
+
+    def marked(self, step: int) -> None:
+        """Examine gradients at the mark of a ``step`` without an update."""
+        if self._reported:
+            return
+        pairs = (pair for module in self._modules for pair in unreduced_gradients(module))
+        unreduced = {id(parameter): gradient for parameter, gradient in pairs}
+        for key, optimizer in self._optimizers.items():
+            self._examine(key, writes_min=1)  # without a write there was no backward, and no step
+            beside = (unreduced.get(id(parameter)) for parameter in _parameters(optimizer))
+            if not self._reported and any(one is not None and not _is_zero(one) for one in beside):
+                self._report(key, step)
+            if self._reported:
+                return
+            if (found := _Gradient.of(optimizer, step, self._writes_max)) is not None:
+                self._waiting[key] = found
+                if key not in self._hooked:
+                    self._watch(key, optimizer)
+
+    def _writes_max(self, parameter: torch.Tensor) -> int:
+        """Return how often a backward writes to the parameter's gradient."""
+        ddps = (ddp for module in self._modules if (ddp := find_ddp(module)) is not None)
+        return 2 if any(id(parameter) in reduced_parameter_ids(ddp) for ddp in ddps) else 1
+
+    def _watch(self, key: str, optimizer: Optimizer) -> None:
+        """Examine gradients before each update, permanently: a hook cannot remove itself."""
+
+        def look(*_: object) -> None:
+            self._examine(key)
+
+        # It only observes, so it may run after the last hook of the log (update_hooks._is_last).
+        look.looks_on = True  # type: ignore[attr-defined]
+        self._updates.handles.append(optimizer.register_step_pre_hook(look))
+        self._hooked.add(key)
+
+    def _examine(self, key: str, writes_min: int = 0) -> None:
+        before = self._waiting.pop(key, None)
+        if before is not None and not self._reported and before.has_waited(writes_min):
+            self._report(key, before.step)
+
+    def _report(self, key: str, step: int) -> None:
+        self._reported = True
+        self._tell(
+            StateError(
+                f"ckpt.step() was called while gradients of {key!r} waited for an update: they "
+                "are not part of the state, and a resume at that step continues without them",
+                step=step,
+                hint="call ckpt.step() after optimizer.step(), once for all of its micro-batches",
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """Gradient found at a step mark, with its version counters then."""
+
+    parameter: torch.Tensor
+    tensor: weakref.ref[torch.Tensor]
+    versions: tuple[int, int]
+    step: int
+    writes_max: int
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, step: int, writes_max: Callable[[torch.Tensor], int]
+    ) -> _Gradient | None:
+        """Return the first gradient that is not zero; None without one."""
+        for parameter in _parameters(optimizer):
+            found = parameter.grad
+            if found is not None and not _is_zero(found):
+                return cls(
+                    parameter=parameter,
+                    # Weak: a reference would keep the memory of the gradient after zero_grad().
+                    tensor=weakref.ref(found),
+                    versions=_versions(found),
+                    step=step,
+                    writes_max=writes_max(parameter),
+                )
+        return None
+
+    def has_waited(self, writes_min: int) -> bool:
+        """Return True if the gradient was written to a number of times that a backward explains."""
+        there = self.parameter.grad
+        if there is None or there is not self.tensor():
+            return False
+        now, local = _versions(there)
+        # FSDP2 writes to the local tensor of a DTensor any number of times.
+        writes = now - self.versions[0] + (local != self.versions[1])
+        return writes_min <= writes <= self.writes_max and not _is_zero(there)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _versions(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return the version of the gradient, and that of a DTensor's local tensor."""
+    return gradient._version, local_tensor(gradient)._version if is_dtensor(gradient) else 0
+
+
+def _is_zero(gradient: torch.Tensor) -> bool:
+    own = local_tensor(gradient.detach())  # local: a collective call would wait for other ranks
+    # Waits for the device; called only around steps without an update.
+    return own.layout == torch.strided and not bool(own.any())
+
+
+class PendingScalers:
+    """Detect gradient scalers of the state whose ``update()`` was not called before a step mark.
+
+    Args:
+        tell: called once with the warning.
+    """
+
+    def __init__(self, values: Mapping[str, Any], tell: Callable[[StateError], None]) -> None:
+        self._scalers = {k: value for k, value in values.items() if isinstance(value, GradScaler)}
+        self._tell = tell
+
+    def marked(self, step: int) -> None:
+        """Examine the scalers at a step mark."""
+        for key, scaler in self._scalers.items():
+            if has_inspected_gradients(scaler):
+                self._scalers = {}  # once
+                self._tell(
+                    StateError(
+                        f"ckpt.step() was called before the update() of {key!r}: the result of its "
+                        "check for non-finite gradients is not part of the state, and a resume at "
+                        "that step continues with the old scale",
+                        step=step,
+                        hint="call ckpt.step() after the scaler's update()",
+                    )
+                )
+                return

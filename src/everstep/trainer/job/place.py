@@ -1,0 +1,286 @@
+"""Place of a run: its folder, the ranks that train it, and the places for copies of it.
+
+Checks that the machine and the job support the options that depend on them, and makes the folder a
+run. A resume can read from the places for copies, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+from everstep.commit.job import COORDINATOR
+from everstep.config import Options, presets
+from everstep.errors import EverstepError, OptionError, StorageError
+from everstep.format import base_dir
+from everstep.format.records import RunRecord
+from everstep.restore.fetch import Copies, Meeting
+from everstep.restore.fetch.copies import RunWithCopies
+from everstep.restore.start import Resumed, ResumeRequest, needs_on_disk, resume_all_ranks
+from everstep.run.folder import open_run_folder
+from everstep.seams import Seams
+from everstep.seams.group import group_of_job, store_survives_restarts
+from everstep.seams.mailbox import NoMailbox
+from everstep.seams.processes.processes import configured_cores
+from everstep.state.ranks import ONE_RANK, RankInfo
+from everstep.tiers import PeerOptions, TierOptions
+from everstep.tiers.options import split_peers, validate_tiers
+from everstep.trainer.job.job import Job, rank_log
+from everstep.trainer.job.run_folder import open_places
+
+_log = logging.getLogger("everstep")
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """Folder, ranks and places for copies of one Checkpointer.
+
+    Attributes:
+        reading: seams whose file system also reads from the places for copies.
+        job: ranks that train together; None if this process trains alone.
+        ranks: number of this rank, and the ranks that it shares folders and nodes with.
+        tiers: places for copies.
+        peers: options for the memory of other nodes; None to send nothing there.
+        open_run: function that makes the folder a run and returns its id. It is called only after
+            the budgets were checked, so that a refused start leaves no trace.
+    """
+
+    run: PurePath
+    seams: Seams
+    reading: Seams
+    job: Job | None
+    ranks: RankInfo
+    tiers: Sequence[TierOptions]
+    peers: PeerOptions | None
+    open_run: Callable[[], str]
+
+    @classmethod
+    def find(
+        cls,
+        options: Options,
+        run: PurePath,
+        tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
+        seams: Seams,
+    ) -> RunPlace:
+        """Validate the places, and meet the other ranks.
+
+        Raises:
+            OptionError: A place is invalid.
+            StateError, DeadlineError: The other ranks are unknown, or do not arrive in time.
+            StorageError, RecoveryError: A run folder cannot be used.
+        """
+        named, peers = split_peers(tiers, options.method.tiers)
+        places = validate_tiers(named, options.keep, peers, logs=options.logs)
+        job = join_job(seams, options.progress_timeout_s)
+        refuse_unsupported(ONE_RANK if job is None else job.info, options, places)
+        if job is None:
+            refuse_peer_without_ranks(peers)
+
+            def open_run() -> str:
+                return open_run_folder(seams.filesystem, run).run or ""
+
+            return cls(run, seams, seams, job, ONE_RANK, places, peers, open_run)
+        # Several ranks open the run at once: which entries a rank writes depends on which ranks
+        # share a folder.
+        run_id = job.open_run(seams, run, places, peers, shared_options(options))
+        refuse_unaudited(job.info, options)
+        computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
+        ranks = replace(job.info, followed=computed, logged=options.logs)
+        return cls(run, seams, seams, job, ranks, places, peers, lambda: run_id)
+
+
+def join_job(seams: Seams, timeout_s: float) -> Job | None:
+    """Return the job that this process is a rank of; None if it trains alone.
+
+    Raises:
+        StateError: The process was started as one of several, but the process group is not
+            initialized yet.
+        DeadlineError: Not all ranks make a Checkpointer in time.
+    """
+    group = seams.group(timeout_s) if seams.group is not None else group_of_job(timeout_s)
+    if group is not None and group.rank == COORDINATOR and store_survives_restarts():
+        _log.warning(
+            "everstep: torchrun keeps one store over its restarts here (torch 2.13): ranks that "
+            "--max-restarts starts again find in it the addresses of those that were killed, and "
+            "gloo does not connect them (connectFullMesh ... Connection refused)\n  hint: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, and call it with "
+            "--standalone or --rdzv-backend=c10d"
+        )
+    return None if group is None else Job(group, timeout_s)
+
+
+def resume_as_job_of_one(request: ResumeRequest, run_id: str) -> tuple[Resumed, bool]:
+    """Resume, in a process that trains alone, a run that several ranks have trained
+    (``docs/design/ranks.md``). It continues from the last step that all of them have logged.
+
+    Returns:
+        The restored state, and True if its base is on no disk yet.
+
+    Raises:
+        RecoveryError, MismatchError
+    """
+    copies = Copies((), request.run)
+    filesystem = request.seams.filesystem
+    if isinstance(filesystem, RunWithCopies):  # a job reads its disk and the copies separately
+        copies = Copies([place.tier for place in filesystem.places], request.run)
+        request = replace(request, seams=replace(request.seams, filesystem=filesystem.local))
+    disks = ("0",)
+    meeting = Meeting(uuid.uuid4().hex, COORDINATOR, disks, NoMailbox(), strict=request.strict)
+    with contextlib.closing(rank_log(request, run_id, COORDINATOR, [COORDINATOR])) as log:
+        resumed, choice = resume_all_ranks(
+            request,
+            meeting,
+            needs=needs_on_disk(request.state, disks),
+            copies=copies,
+            log=log,
+        )
+    copies.forget()
+    # What each rank has read, and from where, is reported for jobs of several ranks only.
+    resumed = replace(resumed, reads=())
+    return resumed, choice.base is not None and not choice.durable
+
+
+def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> Seams:
+    """Return seams whose file system also reads from the tiers; make the run folder.
+
+    A new folder becomes one of the run whose copies the tiers contain. Without tiers, the seams are
+    returned unchanged.
+
+    Raises:
+        ForeignDirectoryError: The tiers contain copies of another run.
+        RecoveryError: The histories of the tiers and the folder have diverged.
+        OptionError, UnavailableError: A tier is invalid.
+        StorageError: A tier cannot be reached.
+    """
+    if not tiers:
+        return seams
+    places = open_places(tiers, seams, run)
+    both = RunWithCopies(seams.filesystem, run, places)
+    try:
+        inventory = open_run_folder(both, run)
+        both.check_run(RunRecord(run=inventory.run or "").encode())
+        both.check_timelines(inventory.timelines)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError):
+            inner = error.__cause__.__cause__
+            if isinstance(inner, EverstepError):  # the tier's own error is more precise
+                raise inner from None
+        raise
+    return replace(seams, filesystem=both)
+
+
+def with_source(resumed: Resumed, seams: Seams, run: PurePath) -> Resumed:
+    """Set the kind of tier that a base was read from, if it was not the run folder."""
+    both = seams.filesystem
+    if resumed.source != "disk" or resumed.base is None or not isinstance(both, RunWithCopies):
+        return resumed
+    directory = base_dir(run, resumed.base.timeline, resumed.base.step)
+    kind = both.source_of(directory)
+    if kind is None:
+        return resumed
+    # Never "disk": that would mean that the base is complete on the run's own disk.
+    return replace(resumed, source="copy" if kind == "disk" else kind)
+
+
+def shared_options(options: Options) -> dict[str, str]:
+    """Return the options that must be the same on all ranks, as text.
+
+    Not included are options that belong to a rank's machine (cores, budgets, use of its link, size
+    of segments), the failure policy, and timeouts.
+    """
+    every = options.every
+    log = options.log
+    # Options of a rank's link get one value here, so that they neither differ nor hide a preset.
+    method = replace(options.method, **_LINK_OPTIONS)
+    named = next((name for name, one in presets.items() if one == method), None)
+    when = "auto" if every.auto else every.steps
+    found = {
+        "method": repr(named or method),
+        "every": repr(when if every.seconds is None else f"{every.seconds:g}s"),
+        "keep": repr(options.keep),
+    }
+    if every.mtbf_s is not None:
+        found["Every.mtbf_s"] = repr(every.mtbf_s)
+    if options.logs:
+        found |= {f"LogOptions.{name}": repr(getattr(log, name)) for name in _LOG_OPTIONS}
+    return found
+
+
+_LINK_OPTIONS: dict[str, Any] = {"parts": "auto", "held_steps": 1, "chunk_bytes": "auto"}
+_LOG_OPTIONS = ("to", "history", "watch", "lag_steps")
+
+
+def refuse_unsupported(info: RankInfo, options: Options, tiers: Sequence[TierOptions]) -> None:
+    """Refuse options that this machine or a job of several ranks cannot support.
+
+    Raises:
+        OptionError: Naming the option.
+    """
+    cores = options.keeper.cores
+    if cores is not None and min(cores) >= configured_cores():
+        raise OptionError(
+            f"KeeperOptions.cores={cores!r}: this machine has only the cores 0 to "
+            f"{configured_cores() - 1}",
+            hint="cores=None uses the cores of the training process",
+        )
+    if info.world == 1:
+        return
+    if any((tier.objects_per_hour or info.world) < info.world for tier in tiers):
+        raise OptionError(
+            f"this job has {info.world} ranks, which share TierOptions.objects_per_hour: it is "
+            "less than one for each rank",
+            rank=info.rank,
+            hint=f"TierOptions(objects_per_hour={info.world}) or more",
+        )
+
+
+def refuse_unaudited(info: RankInfo, options: Options) -> None:
+    """Refuse audits if the ranks have different folders.
+
+    Called after the ranks have found out which of them share a folder.
+
+    Raises:
+        OptionError: Audits are requested, and no rank sees complete bases and all logs.
+    """
+    if options.log.audit and info.near is not None:
+        raise OptionError(
+            f"this job has {info.world} ranks: LogOptions(audit=True) needs a folder that all of "
+            "them share, because an audit reads complete bases and the logs of all ranks",
+            rank=info.rank,
+            hint="audit=None; or one folder for all ranks",
+        )
+
+
+def refuse_single_base_with_peer(peers: PeerOptions | None, info: RankInfo, keep: int) -> None:
+    """Refuse ``keep=1`` for bases on disk with a peer.
+
+    A node may be lost while its newest base is being sent to its peer. That base exists nowhere
+    else then, and the other ranks would have deleted the previous one.
+
+    Raises:
+        OptionError: ``keep`` is 1.
+    """
+    if peers is not None and len(set(info.nodes)) > 1 and keep < 2:  # the same on all ranks
+        raise OptionError(
+            "keep=1 with a peer: if a node is lost before its peer has the newest base, no base is "
+            "left that all ranks can read",
+            hint="keep=2, or more",
+        )
+
+
+def refuse_peer_without_ranks(peers: PeerOptions | None) -> None:
+    """Refuse peers for a process that trains alone.
+
+    Raises:
+        OptionError: A peer is required.
+    """
+    if peers is not None and not peers.if_there:
+        raise OptionError(
+            "a peer is the keeper of a rank on another node, and this process trains alone",
+            hint='leave "peer" out, or train with several ranks on several nodes',
+        )
