@@ -23,16 +23,13 @@ from everstep.workloads.comparison import Difference, Event, JournalWriter
 from everstep_bench.drill import job as job_module
 from everstep_bench.drill import run as run_module
 from everstep_bench.drill import store as store_module
-from everstep_bench.drill.arms import ARMS
 from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.job import Start, order_of
 from everstep_bench.drill.network import Groups, Namespaces, choose_network
-from everstep_bench.drill.plan import DrillPlan, drill_plan, parse_at, parse_rate
+from everstep_bench.drill.plan import ARMS, DrillPlan, drill_plan, parse_at, parse_rate
 from everstep_bench.drill.processes import MARK, DrillError, Marked, end_marked, find_marked
-from everstep_bench.drill.report import DrillReport, Outcome
-from everstep_bench.drill.run import run_drill
-from everstep_bench.drill.scenario import Drill, _into, compare, median_step_s
-from everstep_bench.drill.show import introduce, progress_display
+from everstep_bench.drill.report import DrillReport, Outcome, introduce, progress_display
+from everstep_bench.drill.run import Drill, _into, compare, median_step_s, run_drill
 from tests.support.displays import SilentDrill
 from tests.support.stalls import shown_by
 from tests.support.world import TIMEOUT_S

@@ -16,7 +16,6 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from everstep.errors import UnavailableError
 from everstep_bench.drill.plan import Links
@@ -38,46 +37,8 @@ Command = Callable[[Sequence[str]], str | None]
 """Runs a program; None if all went well, else what it said."""
 
 
-class Network(Protocol):
-    """Between the hosts, which are numbered from 0."""
-
-    name: str
-
-    def describe(self) -> str:
-        """Describe it, and its limits, for people."""
-        ...
-
-    def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs ``command`` on a host."""
-        ...
-
-    def address(self, host: int) -> str:
-        """At which the others reach it."""
-        ...
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables for programs on any host."""
-        ...
-
-    def port(self) -> int:
-        """Of host 0, free; another one at each call."""
-        ...
-
-    def cut(self, host: int) -> None:
-        """Nothing arrives at the host any more, and nothing leaves it."""
-        ...
-
-    def replace(self, host: int) -> None:
-        """The host is another one at the same address; all on it has been ended before."""
-        ...
-
-    def close(self) -> None:
-        """Takes everything down; harmless when called again."""
-        ...
-
-
 class Groups:
-    """Process groups on loopback."""
+    """Process groups on loopback. Hosts are numbered from 0."""
 
     name = "process groups"
 
@@ -85,36 +46,40 @@ class Groups:
         self._why = why
 
     def describe(self) -> str:
-        """Describe its limits."""
+        """Describe the network, and its limits, for people."""
         return f"process groups on loopback, no link is limited ({self._why})"
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command itself."""
+        """Return the command line that runs ``command`` on a host."""
         return list(command)
 
     def address(self, host: int) -> str:
-        """Loopback."""
+        """At which the others reach it."""
         return "127.0.0.1"
 
     def environment(self) -> dict[str, str]:
-        """Gloo would look for the machine's name."""
-        return {"GLOO_SOCKET_IFNAME": "lo"}
+        """Return the environment variables for programs on any host."""
+        return {"GLOO_SOCKET_IFNAME": "lo"}  # gloo would look for the machine's name
 
     def port(self) -> int:
-        """One that nobody listens at."""
+        """Of host 0, free; another one at each call."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return int(probe.getsockname()[1])
 
     def cut(self, host: int) -> None:
-        """Raises: UnavailableError: always."""
+        """Nothing arrives at the host any more, and nothing leaves it.
+
+        Raises:
+            UnavailableError: there are no links.
+        """
         raise UnavailableError("process groups have no links that could be cut", hint="no --cut")
 
     def replace(self, host: int) -> None:
-        """There is nothing of it."""
+        """The host is another one at the same address; all on it has been ended before."""
 
     def close(self) -> None:
-        """There is nothing of it."""
+        """Take everything down; harmless when called again."""
 
 
 class Namespaces:
@@ -291,6 +256,9 @@ class Namespaces:
         said = self._run(words.split())
         if said is not None:
             raise DrillError(f"{words}: {said}")
+
+
+Network = Groups | Namespaces
 
 
 def why_no_namespaces(word: str, run: Command | None = None) -> str | None:

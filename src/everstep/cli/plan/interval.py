@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,10 +19,7 @@ from everstep.cli.common.output import (
 )
 from everstep.cli.plan.multistep import multistep
 from everstep.cli.plan.schedule import schedule
-
-if TYPE_CHECKING:
-    from everstep.plan.interval import Choice, Costs, Optimum, Point, Waste
-
+from everstep.plan.interval import Choice, Costs, Optimum, Point, Waste, curve, optimum
 
 app = typer.Typer(
     cls=EverstepGroup,
@@ -80,8 +77,6 @@ def interval(
     5min, 4h; bare numbers are bytes, bytes/s, seconds. Exit status 3 if no choice helps, with the
     number that would be needed.
     """
-    from everstep.plan.interval import Costs, curve, optimum
-
     costs = Costs(
         state_bytes=parse_bytes("--state-bytes", state_bytes),
         write_bytes_per_s=parse_bytes_per_s("--write-bw", write_bw),
