@@ -779,7 +779,8 @@ def test_bar_is_drawn_between_runs_only(monkeypatch: pytest.MonkeyPatch) -> None
         drawn = terminal.getvalue()
         assert "saving" in drawn
         assert "torch.save" in drawn
-        assert not shown._progress.live.auto_refresh  # type: ignore[attr-defined]
+        assert isinstance(shown, display.Bar)
+        assert not shown._progress.live.auto_refresh
 
 
 def test_plain_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

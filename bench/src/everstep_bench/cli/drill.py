@@ -13,8 +13,8 @@ from everstep_bench.drill.plan import DrillPlan
 
 def _run(plan: DrillPlan, *, json_output: bool) -> None:
     from everstep.tiers.durable_files import storage_errors
-    from everstep_bench.drill.report import progress_display
     from everstep_bench.drill.run import run_drill
+    from everstep_bench.harness.display import progress_display
 
     try:
         with (

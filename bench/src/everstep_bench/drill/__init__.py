@@ -10,9 +10,9 @@ disturbed. What it cost is printed as TierCheck's Table 3 has it (section 5.2, E
 What each arm has to come back from is in :mod:`everstep_bench.drill.plan`.
 
 ``plan``       ways to be recoverable, a line each; what is trained and killed: validated once
-``network``    network namespaces with links of a stated rate, or process groups on loopback
+``network``    network namespaces with links of a stated rate, or process groups on loopback; a
+               real object store behind links, as the durable tier
 ``processes``  processes that belong to a host: found by a mark, ended by their ids
-``store``      a real object store behind links, as the durable tier
 ``hosts``      a host: disk, memory of its keeper, and its death
 ``child``      the training process (``python -m everstep_bench.drill.child``, under torchrun)
 ``job``        one start of the job: an agent on every host, followed through journals

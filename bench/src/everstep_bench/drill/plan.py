@@ -11,7 +11,7 @@ the hosts' own disks a method needs tiers or peers; without them what only a los
 
 The durable tier is a folder that all hosts see, on this machine's disk: no link is in between, in
 no arm. That is kinder to the arms which read all their state from it than the paper's testbed is.
-With a store (:mod:`everstep_bench.drill.store`) it is a real object store behind the same link of
+With a store (:mod:`everstep_bench.drill.network`) it is a real object store behind the same link of
 each host for all arms. What arms would write to a shared folder then goes to the host's disk and,
 by a keeper process, on from there. Of systems that write to the durable tier alone (TierCheck,
 Table 1: "full remote checkpoint fetch") disks and keepers go before a restart.

@@ -4,28 +4,21 @@ TierCheck's Table 3 (Exp. 4) adds T_rollback and T_rerun. Here T_rollback is the
 ranks that live know of the failure, and that of ``resume()``; T_rerun is what the lost steps
 take. The start of the job in between (torchrun, Python, torch) is the same for all arms and in
 neither; it is given beside them.
-
-Progress is a bar on a terminal, plain lines elsewhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from everstep.workloads.comparison import Difference
 from everstep_bench.drill.plan import ARMS, OTHERS, OURS, DrillPlan, Kill
-from everstep_bench.harness.display import Lines
 from everstep_bench.harness.figures import picked, plain
 from everstep_bench.harness.report import Findings, Table, number
 
@@ -406,9 +399,6 @@ def of_arms(plan: DrillPlan, figure: Callable[[str], int]) -> str:
     return ", ".join(f"{value} ({arm})" for arm, value in found.items())
 
 
-_LINE_EVERY_S = 10.0
-
-
 class Display(Protocol):
     """Receiver of the progress of a drill."""
 
@@ -419,47 +409,6 @@ class Display(Protocol):
     def progress(self, name: str, step: int) -> None:
         """Show the position of the start of this name; called often."""
         ...
-
-
-class _Bar:
-    def __init__(self, progress: Progress, steps: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("starting", total=steps)
-
-    def event(self, text: str) -> None:
-        self._progress.console.print(escape(text), highlight=False)
-
-    def progress(self, name: str, step: int) -> None:
-        self._progress.update(self._task, description=name, completed=step)
-
-
-class _Lines(Lines):
-    def __init__(self, steps: int) -> None:
-        super().__init__(_LINE_EVERY_S)
-        self._steps = steps
-
-    def event(self, text: str) -> None:
-        self.say(text)
-
-    def progress(self, name: str, step: int) -> None:
-        self.say_sometimes(f"{name}: step {step} of {self._steps}")
-
-
-@contextlib.contextmanager
-def progress_display(steps: int) -> Iterator[Display]:
-    """Show progress on standard error until the end of the block."""
-    if not sys.stderr.isatty():
-        yield _Lines(steps)
-        return
-    with Progress(
-        TextColumn("{task.description:22}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
-        yield _Bar(progress, steps)
 
 
 def introduce(plan: DrillPlan, network: str) -> list[str]:

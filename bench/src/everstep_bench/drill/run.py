@@ -26,11 +26,10 @@ from everstep.workloads.comparison import Difference, compare_fingerprints, comp
 from everstep.workloads.processes import interruptible, workspace
 from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.job import CHILD, TEXT, Start, order_of
-from everstep_bench.drill.network import Namespaces, Network, choose_network
+from everstep_bench.drill.network import Namespaces, Network, Store, choose_network, weed
 from everstep_bench.drill.plan import ARMS, Consumes, DrillPlan, Kill
 from everstep_bench.drill.processes import DrillError
 from everstep_bench.drill.report import Display, DrillReport, Outcome, introduce
-from everstep_bench.drill.store import Store, weed
 
 _WARM_STEPS = 2
 _DETECT_MORE_S = 15.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from typing import Annotated, Any
 
 import typer
@@ -166,13 +166,7 @@ def _steps(count: int, seconds: float) -> str:
 
 
 def _parts(wasted: Waste) -> list[str]:
-    return [
-        _percent(part)
-        for part in (
-            *(wasted.total, wasted.lost, wasted.load),
-            *(wasted.replay, wasted.bases, wasted.batches),
-        )
-    ]
+    return [_percent(part) for part in (wasted.total, *astuple(wasted))]
 
 
 def _percent(share: float) -> str:

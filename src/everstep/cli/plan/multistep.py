@@ -108,7 +108,7 @@ def _document(
     return {
         "pipeline": asdict(pipeline),
         "held_steps": held_steps,
-        "sync": {"stall_s": None if write_s is None else write_s},
+        "sync": {"stall_s": write_s},
         "async": {"stall_s": pipeline.state_s},
         "lazy": {"stall_s": rows["gockpt"][0].stall_s},
         "lower_bound_s": bounds,
