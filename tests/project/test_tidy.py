@@ -405,7 +405,7 @@ def test_print_that_may_fail(name: str, source: str) -> None:
         ("everstep.seams.progress", "print(text, file=stream)"),
         ("everstep.cli.ls", "print(1)"),
         ("everstep.demo.show", "print(1)"),
-        ("everstep_bench.drill.show", "print(1)"),
+        ("everstep_bench.drill.report", "print(1)"),
         ("everstep.testing.conformance", "print(1)"),
     ],
 )

@@ -15,7 +15,7 @@ from everstep_bench.cli.bench import app
 from everstep_bench.harness.loop import Step
 from everstep_bench.harness.machine import Machine
 from everstep_bench.harness.report import Facts, Findings
-from everstep_bench.harness.turns import Turns
+from everstep_bench.harness.session import Turns
 from everstep_bench.options import StallOptions
 from everstep_bench.stall.figures import Block, Ideal, Interval, Row
 from everstep_bench.stall.report import StallReport

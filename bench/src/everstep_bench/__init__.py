@@ -7,7 +7,7 @@
 ``stall/``      what a save costs a training loop
 ``step/``       what it costs to be able to go back to every step, and what a kill costs then
 ``multistep/``  bases over several steps: what they hold training up, and the model of that
-``crash/``      what is left of training where something fails every so many seconds
+``crash``       what is left of training where something fails every so many seconds
 ``schedule/``   plans of captures for eight networks
 ``tiers/``      what tiers take of memory, disks and stores over many steps
 ``convergence`` training on compressed gradients, next to dense training

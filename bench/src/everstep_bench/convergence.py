@@ -29,7 +29,7 @@ from everstep.workloads import (
     training_of,
 )
 from everstep_bench.harness.display import Display
-from everstep_bench.harness.figures import Spread
+from everstep_bench.harness.figures import Spread, picked
 from everstep_bench.harness.loop import seeded_single_thread
 from everstep_bench.harness.report import Findings, Table, mb, number, range_of
 from everstep_bench.options import ConvergenceOptions
@@ -122,22 +122,16 @@ class ConvergenceReport(Findings):
     def figures(self) -> dict[str, Any]:
         """Return everything, by arm."""
         return {
-            "steps": self.options.steps,
-            "batch": self.options.batch,
-            "seeds": self.options.seeds,
-            "parameters": self.parameters,
+            **picked(self.options, "steps batch seeds"),
+            **picked(self, "parameters seconds"),
             "torch": str(torch.__version__),
-            "seconds": self.seconds,
             "arms": [
                 {
-                    "optimizer": one.optimizer,
+                    **picked(one, "optimizer losses step_bytes dense_bytes"),
                     "name": one.arm,
-                    "losses": one.losses,
                     "unseen_losses": one.unseen,
                     "loss_behind_dense": self.behind_dense(one)[0],
                     "unseen_behind_dense": self.behind_dense(one)[1],
-                    "step_bytes": one.step_bytes,
-                    "dense_bytes": one.dense_bytes,
                 }
                 for one in self.learned
             ],

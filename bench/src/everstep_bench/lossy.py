@@ -26,6 +26,7 @@ from everstep.workloads import GPTConfig, Training, TrainingConfig, training_of
 from everstep.workloads.processes import interruptible
 from everstep_bench.convergence import LAST_STEPS, loss_on, texts
 from everstep_bench.harness.display import Display
+from everstep_bench.harness.figures import picked
 from everstep_bench.harness.loop import seeded_single_thread
 from everstep_bench.harness.machine import workspace
 from everstep_bench.harness.report import Findings, Table
@@ -120,24 +121,20 @@ class LossyReport(Findings):
 
     def figures(self) -> dict[str, Any]:
         """Return everything, by arm."""
-        names = "steps every fail_every batch seed".split()
         return {
-            **{name: getattr(self.options, name) for name in names},
-            "parameters": self.parameters,
+            **picked(self.options, "steps every fail_every batch seed"),
+            **picked(self, "parameters seconds"),
             "parameters_in_large_tensors": self.large,
             "torch": str(torch.__version__),
-            "seconds": self.seconds,
             "arms": [
                 {
+                    **picked(one, "loss exact losses"),
                     "log": one.arm,
-                    "loss": one.loss,
                     "loss_behind": self.behind(one)[0],
                     "unseen_loss": one.unseen,
                     "unseen_behind": self.behind(one)[1],
                     "replayed_steps": one.replayed,
                     "update_errors": one.errors,
-                    "exact": one.exact,
-                    "losses": one.losses,
                 }
                 for one in self.arms
             ],

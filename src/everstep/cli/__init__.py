@@ -1,17 +1,19 @@
-"""The command ``everstep``: one module per verb.
+"""The command ``everstep``: one module per verb, or per pair of verbs with one subject.
 
 ``ls``, ``inspect``, ``verify``, ``du``  read a run and never write into it
 ``rm``          deletes one base
-``restore``     writes the state of any logged step into a new run
-``replay``      replays a run without the updates of some steps
-``ps``, ``stop``  list and end the keeper processes of this user
+``restore``     writes the state of any logged step into a new run; in the same module ``replay``
+                replays a run without the updates of some steps
+``ps``          lists the keeper processes of this user; in the same module ``stop`` ends them
 ``doctor``      checks this machine
 ``plan``        computes intervals and schedules from models, without measurements
 ``demo``        trains, is killed, resumes, compares every bit
 
-``common`` holds shared code: ``errors``, ``output``, ``runs``, ``paths``, ``log``, ``audit``.
+``common`` holds shared code: ``errors``, ``output``, ``runs``, ``log``.
 
-Other distributions add verbs (``plugins``); everstep-bench adds two:
+A distribution adds a verb by an entry point in the group ``everstep.commands``. The entry point's
+name is the verb; its object is a :class:`typer.Typer`, or a function with typer's options.
+everstep-bench adds two:
 
 ``drill``   kills hosts that train together, replaces them, compares every bit
 ``bench``   measures, next to the disk's limit and to other libraries
@@ -26,26 +28,32 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any
 
 import typer
 
-from everstep.cli.common.errors import EXIT_STATUS, EverstepGroup, ExitCode
+from everstep.cli.common.errors import EXIT_STATUS, EverstepGroup, ExitCode, JsonFlag
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
 from everstep.cli.du import du
 from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
 from everstep.cli.plan.interval import app as _plan
-from everstep.cli.plugins import add_plugged_in
-from everstep.cli.ps import ps
-from everstep.cli.replay import replay
-from everstep.cli.restore import restore
+from everstep.cli.ps import ps, stop
+from everstep.cli.restore import replay, restore
 from everstep.cli.rm import rm
-from everstep.cli.stop import stop
 from everstep.cli.verify import verify
+from everstep.errors import UnavailableError
 
 __all__ = ["app", "main"]
+
+# Named in --help even where everstep-bench is missing, so that users learn how to get them.
+_OF_BENCH = {
+    "drill": "Kills hosts that train together, replaces them, compares every bit.",
+    "bench": "Measures, next to the hardware's limit and to others.",
+}
+_REST = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     cls=EverstepGroup,
@@ -77,10 +85,51 @@ def _root(
     pass
 
 
+def _add_plugged_in(app: typer.Typer) -> None:
+    """Add the verbs of installed distributions, and a stand-in for each missing one of ours."""
+    own = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    own |= {group.name for group in app.registered_groups if group.name}
+    # The verbs of everstep itself cannot be replaced.
+    found = {
+        entry.name: entry
+        for entry in entry_points(group="everstep.commands")
+        if entry.name not in own
+    }
+    for name in [*_OF_BENCH, *sorted(found.keys() - _OF_BENCH.keys())]:
+        _add(app, name, found.get(name))
+
+
+def _add(app: typer.Typer, name: str, entry: EntryPoint | None) -> None:
+    if entry is None:
+        _add_missing(app, name, _OF_BENCH[name], "everstep-bench is not installed")
+        return
+    try:
+        verb: Any = entry.load()
+    except (ImportError, AttributeError) as error:
+        # A broken plug-in must not take the other verbs with it.
+        summary = _OF_BENCH.get(name, f"Cannot be loaded from {entry.module}.")
+        _add_missing(app, name, summary, f"{entry.value} cannot be loaded: {error}")
+        return
+    if isinstance(verb, typer.Typer):
+        app.add_typer(verb, name=name)
+    else:
+        app.command(name)(verb)
+
+
+def _add_missing(app: typer.Typer, name: str, summary: str, why: str) -> None:
+    """Add a verb that answers every call with the reason why it is missing."""
+
+    @app.command(name, help=summary, context_settings=_REST)
+    def missing(json_output: JsonFlag = False) -> None:
+        raise UnavailableError(
+            f"`everstep {name}` is not available: {why}", hint="pip install everstep-bench"
+        )
+
+
 for _verb in (ls, inspect, verify, restore, replay, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
 app.add_typer(_plan, name="plan")
-add_plugged_in(app)
+_add_plugged_in(app)
 
 
 def main() -> int:

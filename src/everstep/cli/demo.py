@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
-from everstep.cli.common.paths import checked_path
+from everstep.cli.common.runs import checked_path
 
 
 def demo(

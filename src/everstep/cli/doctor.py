@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
@@ -27,8 +27,9 @@ from rich.console import Console
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.output import console, in_words, label, plain
-from everstep.cli.common.paths import absolute, kind_of
+from everstep.cli.common.runs import absolute, kind_of
 from everstep.errors import OptionError
+from everstep.seams import PosixFileSystem
 from everstep.version import is_too_old
 
 _PAGE_BYTES = 4096
@@ -78,9 +79,9 @@ def doctor(
         emit(
             {
                 "ok": not failed,
-                "directory": str(asked),
-                "checked_directory": str(place),
-                "checks": [asdict(check) for check in checks],
+                "directory": asked,
+                "checked_directory": place,
+                "checks": checks,
             }
         )
     else:
@@ -325,8 +326,6 @@ def _direct(probe: PurePath) -> Check:
 
 def _recycling(probe: PurePath) -> Check:
     """Check that leases reveal other open files: only then may files be overwritten."""
-    from everstep.seams import PosixFileSystem
-
     name = "recycling"
     filesystem = PosixFileSystem()
     path = probe / "slot"
@@ -347,8 +346,6 @@ def _recycling(probe: PurePath) -> Check:
 
 
 def _sync(probe: PurePath) -> Check:
-    from everstep.seams import PosixFileSystem
-
     with _opened(probe / "synced", os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
         os.write(descriptor, bytes(_PAGE_BYTES))
         start_s = time.perf_counter()

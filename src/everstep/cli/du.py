@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from rich.console import Console
 
@@ -13,11 +13,25 @@ from everstep.cli.common.errors import JsonFlag, emit
 from everstep.cli.common.output import console, count_of, in_words, label, table
 from everstep.cli.common.runs import RUN_ARGUMENT, open_run, reading
 from everstep.cli.ls import STATUS_WORDS
+from everstep.commit.lineage import BaseId
+from everstep.format.names import (
+    BASE_DIR,
+    LOG_DIR,
+    LOSSY_DIR,
+    RUN_RECORD,
+    SLOTS_DIR,
+    TEMPORARY_SUFFIX,
+    TIMELINE_RECORD,
+    parse_marker,
+    parse_rank,
+    parse_segment,
+    parse_timeline,
+)
+from everstep.seams import PosixFileSystem
+from everstep.seams.filesystem import DirEntry, FileSystem
 
 if TYPE_CHECKING:
-    from everstep.commit.lineage import BaseId
     from everstep.run.scan import Inventory
-    from everstep.seams.filesystem import DirEntry, FileSystem
 
 
 _ROWS_MAX = 50
@@ -31,8 +45,7 @@ _KINDS = {
 """Files that belong to no base, in words."""
 
 
-@dataclass(slots=True)
-class _Sum:
+class _Sum(NamedTuple):
     """Sum over files. Directories are not counted; a file with several names counts its bytes
     once.
     """
@@ -40,11 +53,6 @@ class _Sum:
     files: int = 0
     size_bytes: int = 0
     allocated_bytes: int = 0
-
-    def add(self, other: _Sum) -> None:
-        self.files += other.files
-        self.size_bytes += other.size_bytes
-        self.allocated_bytes += other.allocated_bytes
 
 
 @dataclass(slots=True)
@@ -57,7 +65,7 @@ class _Usage:
         segments: number of finished segments.
     """
 
-    sums: dict[str, _Sum] = field(default_factory=lambda: {kind: _Sum() for kind in _KINDS})
+    sums: dict[str, _Sum] = field(default_factory=lambda: dict.fromkeys(_KINDS, _Sum()))
     bases: dict[BaseId, _Sum] = field(default_factory=dict)
     segments: set[PurePath] = field(default_factory=set)
 
@@ -77,8 +85,6 @@ def du(run: Annotated[str, RUN_ARGUMENT], json_output: JsonFlag = False) -> None
     By timeline and base; log, slots, temporary and foreign files are listed separately. Shows
     apparent sizes (contents of the files) and allocated ones (blocks on disk). Writes nothing.
     """
-    from everstep.seams import PosixFileSystem
-
     filesystem = PosixFileSystem()
     inventory = open_run(filesystem, run)
     with reading(inventory.path):
@@ -95,8 +101,6 @@ def du(run: Annotated[str, RUN_ARGUMENT], json_output: JsonFlag = False) -> None
 
 def _measure(filesystem: FileSystem, inventory: Inventory) -> dict[int, _Usage]:
     """Return the usage of each timeline, and of the run folder itself under 0."""
-    from everstep.format.names import parse_marker
-
     usages = {0: _Usage()} | {number: _Usage() for number in sorted(inventory.names)}
     bases = {base.path: base.id for base in inventory.bases}
     met = set[int]()
@@ -109,19 +113,17 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> dict[int, _Usage]:
         met.add(entry.file)
         if kind == "log" and parse_marker(path.name) is not None:
             usage.segments.add(path.parent)
-        if kind != "base":
-            usage.sums[kind].add(found)
-        elif path.parent in bases:
-            usage.bases.setdefault(bases[path.parent], _Sum()).add(found)
+        if kind == "base" and path.parent in bases:
+            base = bases[path.parent]
+            usage.bases[base] = _total([usage.bases.get(base, _Sum()), found])
         else:
-            usage.sums["other"].add(found)
+            kind = "other" if kind == "base" else kind
+            usage.sums[kind] = _total([usage.sums[kind], found])
     return usages
 
 
 def _classify(parts: Sequence[str]) -> tuple[int, str]:
     """Return the timeline and the kind of a file, given its path in the run folder."""
-    from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX, parse_timeline
-
     number = parse_timeline(parts[0])
     if number is not None:
         return number, _kind_in_timeline(parts[1:])
@@ -131,17 +133,6 @@ def _classify(parts: Sequence[str]) -> tuple[int, str]:
 
 
 def _kind_in_timeline(parts: Sequence[str]) -> str:
-    from everstep.format.names import (
-        BASE_DIR,
-        LOG_DIR,
-        LOSSY_DIR,
-        SLOTS_DIR,
-        TEMPORARY_SUFFIX,
-        TIMELINE_RECORD,
-        parse_rank,
-        parse_segment,
-    )
-
     if parts == (TIMELINE_RECORD,):
         return "records"
     if parts[0] == SLOTS_DIR:
@@ -170,10 +161,7 @@ def _files(filesystem: FileSystem, directory: PurePath) -> Iterator[tuple[PurePa
 
 
 def _total(usages: Iterable[_Sum]) -> _Sum:
-    total = _Sum()
-    for usage in usages:
-        total.add(usage)
-    return total
+    return _Sum(*map(sum, zip(_Sum(), *usages, strict=True)))
 
 
 def _unfinished(inventory: Inventory) -> set[BaseId]:
@@ -188,22 +176,22 @@ def _document(inventory: Inventory, usages: dict[int, _Usage], free_bytes: int) 
     statuses = {base.id: base.status for base in inventory.bases}
     root = usages[0]
     return {
-        "path": str(inventory.path),
+        "path": inventory.path,
         "run": inventory.run,
-        **asdict(_total(usage.total for usage in usages.values())),
-        "reclaimable": asdict(_total(one.reclaimable(unfinished) for one in usages.values())),
+        **_total(usage.total for usage in usages.values())._asdict(),
+        "reclaimable": _total(one.reclaimable(unfinished) for one in usages.values())._asdict(),
         "free_bytes": free_bytes,
-        **{kind: asdict(root.sums[kind]) for kind in ("records", "temporary", "other")},
+        **{kind: root.sums[kind]._asdict() for kind in ("records", "temporary", "other")},
         "timelines": [
             {
                 "timeline": number,
-                **asdict(usage.total),
+                **usage.total._asdict(),
                 "bases": [
-                    {"step": base.step, "status": statuses[base], **asdict(found)}
+                    {"step": base.step, "status": statuses[base], **found._asdict()}
                     for base, found in usage.bases.items()
                 ],
-                **{kind: asdict(found) for kind, found in usage.sums.items()},
-                "log": {"segments": len(usage.segments), **asdict(usage.sums["log"])},
+                **{kind: found._asdict() for kind, found in usage.sums.items()},
+                "log": {"segments": len(usage.segments), **usage.sums["log"]._asdict()},
             }
             for number, usage in usages.items()
             if number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
@@ -10,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.tree import Tree
 
-from everstep.cli.common.audit import record_as_json
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.log import (
     records_in,
@@ -23,25 +24,34 @@ from everstep.cli.common.log import (
     show_records,
     show_segments,
 )
-from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
-from everstep.cli.common.paths import absolute, kind_of, refuse_irregular
-from everstep.cli.common.runs import open_run, reading, select_bases
-from everstep.cli.ls import STATUS_WORDS, look
-from everstep.config import nearest
+from everstep.cli.common.output import console, count_of, in_words, label, say, table
+from everstep.cli.common.runs import (
+    absolute,
+    kind_of,
+    open_run,
+    reading,
+    refuse_irregular,
+    select_bases,
+)
+from everstep.cli.ls import STATUS_WORDS, look, record_as_json
+from everstep.commit.lineage import BaseId
+from everstep.config.given import did_you_mean
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
+from everstep.format.header import HEADER_SIZE_BYTES_MAX, LENGTH_BYTES, ShardHeader, decode_header
+from everstep.format.names import marker_name, parse_shard
+from everstep.format.records import AuditRecord, Marker
+from everstep.seams import PosixFileSystem
+from everstep.seams.filesystem import FileSystem
+from everstep.state.layout.entries import OBJECT_PREFIX, Entry
 
 if TYPE_CHECKING:
-    from everstep.commit.lineage import BaseId
-    from everstep.format.header import ShardHeader
     from everstep.format.log import RecordHead
-    from everstep.format.records import AuditRecord
     from everstep.run.scan import BaseFound
     from everstep.run.segments import SegmentFound
-    from everstep.seams.filesystem import FileSystem
-    from everstep.state.layout.entries import Entry
 
 
 _ROWS_MAX = 1000
+_OF_RECORDS = ("kind", "step", "lsn", "exact", "declared")
 _DEPTH_MAX = 16
 _SEPARATOR = re.compile(r"(?=[/.])")
 
@@ -125,8 +135,6 @@ def inspect(
     if newer bases are skipped, if segments are damaged, or if the keeper's audit of the base has
     found a difference.
     """
-    from everstep.seams import PosixFileSystem
-
     filesystem = PosixFileSystem()
     is_file = target.endswith(".safetensors") and kind_of(absolute(target)) != "directory"
     if is_file and (step is not None or timeline is not None):
@@ -195,9 +203,7 @@ def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
 
 def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
     """Read one shard; its marker beside it, if present, vouches for its header."""
-    from everstep.format.names import marker_name, parse_shard
     from everstep.format.reader import read_header, read_record_bytes
-    from everstep.format.records import Marker
 
     if kind_of(path) is None:
         hint = "everstep inspect RUN lists the entries of a run, --json their files"
@@ -211,16 +217,9 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
             with reading(where):
                 marker = Marker.decode(read_record_bytes(filesystem, where), where)
             record = next((file for file in marker.files if file.name == path.name), None)
-    with reading(path):
-        file = filesystem.open(path)
-        try:
-            if record is not None:
-                header = read_header(file, record, path)
-            else:
-                header = _unvouched(file, path)
-            records = records_in(file, header, path)
-        finally:
-            file.close()
+    with reading(path), contextlib.closing(filesystem.open(path)) as file:
+        header = read_header(file, record, path) if record else _unvouched(file, path)
+        records = records_in(file, header, path)
     found = _Found(path, "file", vouched=record is not None, records=records)
     found.headers.append((path.name, header))
     return found
@@ -228,8 +227,6 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
 
 def _unvouched(file: Any, path: PurePath) -> ShardHeader:
     """Read a header without a marker: its size is bounded first, then its contents are checked."""
-    from everstep.format.header import HEADER_SIZE_BYTES_MAX, LENGTH_BYTES, decode_header
-
     length = bytearray(LENGTH_BYTES)
     file.read_into(memoryview(length), 0)
     room = int.from_bytes(length, "little") + LENGTH_BYTES
@@ -244,7 +241,6 @@ def _unvouched(file: Any, path: PurePath) -> ShardHeader:
 
 def _rows(found: _Found) -> list[_Row]:
     from everstep.format.log import LOG_OBJECT
-    from everstep.state.layout.entries import OBJECT_PREFIX
 
     rows = []
     for file, header in found.headers:
@@ -274,8 +270,8 @@ def _matching(rows: list[_Row], pattern: str) -> list[_Row]:
 
     found = [row for row in rows if any(map(matches, (row.entry.name, *row.aliases)))]
     if not found:
-        guess = nearest(pattern, (row.entry.name for row in rows[:_ROWS_MAX]))
-        hint = f"did you mean {guess!r}?" if guess else "without --entry all are shown"
+        guess = did_you_mean(pattern, (row.entry.name for row in rows[:_ROWS_MAX]))
+        hint = guess or "without --entry all are shown"
         raise OptionError(f"no entry is like {pattern!r}", hint=hint)
     return found
 
@@ -286,7 +282,7 @@ def _matching(rows: list[_Row], pattern: str) -> list[_Row]:
 def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, Any]:
     first = found.headers[0][1].identity
     return {
-        "path": str(found.path),
+        "path": found.path,
         "status": found.status,
         "vouched": found.vouched,
         "run": first.run,
@@ -297,20 +293,11 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
         "exact": found.exact,
         "audit": record_as_json(found.audit),
         "skipped": [
-            {"timeline": base.timeline, "step": base.step, "reason": reason}
+            {**msgspec.structs.asdict(base), "reason": reason}
             for base, reason in found.skipped.items()
         ],
         "segments": [segment_as_json(segment) for segment in found.segments],
-        "records": [
-            {
-                "kind": head.kind,
-                "step": head.step,
-                "lsn": head.lsn,
-                "exact": head.exact,
-                "declared": head.declared,
-            }
-            for head in found.records
-        ],
+        "records": [{name: getattr(head, name) for name in _OF_RECORDS} for head in found.records],
         "entries_total": len(rows),
         "entries_bytes_total": _bytes_of(rows),
         "entries": [
@@ -318,15 +305,15 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
                 "name": row.entry.name,
                 "kind": "object" if row.is_object else "tensor",
                 "dtype": row.entry.dtype,
-                "shape": list(row.entry.shape),
+                "shape": row.entry.shape,
                 "size_bytes": row.entry.size_bytes,
-                "global_shape": list(row.entry.global_shape),
-                "global_offset": list(row.entry.global_offset),
+                "global_shape": row.entry.global_shape,
+                "global_offset": row.entry.global_offset,
                 "placement": row.entry.placement,
-                "stride": None if row.entry.stride is None else list(row.entry.stride),
+                "stride": row.entry.stride,
                 "logical_dtype": row.entry.logical_dtype,
                 "lsn": row.entry.lsn,
-                "aliases": list(row.aliases),
+                "aliases": row.aliases,
                 "rank": row.rank,
                 "file": row.file,
                 "offset": row.offset,
@@ -342,8 +329,7 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
 
     first = found.headers[0][1].identity
     for base, reason in found.skipped.items():
-        line = f"passed over {base}: {reason}"
-        out.print(label(line, "yellow", LINE_CHARS_MAX), soft_wrap=True)
+        say(out, f"passed over {base}: {reason}", "yellow")
     out.print(
         label(
             f"step {first.step} of timeline {first.timeline} (update {first.lsn}): "
@@ -353,7 +339,7 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
     )
     if found.audit is not None:
         style = "green" if found.audit.verdict == "equal" else "yellow"
-        out.print(label(describe_audit(found.audit), style, LINE_CHARS_MAX), soft_wrap=True)
+        say(out, describe_audit(found.audit), style)
     if not found.vouched:
         out.print(label("no marker beside the file: nothing vouches for its header", "yellow"))
     if as_tree:

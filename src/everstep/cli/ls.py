@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,26 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common.audit import AUDIT_WORDS, record_as_json
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.log import as_json, describe_reach, run_log
 from everstep.cli.common.output import (
-    LINE_CHARS_MAX,
     console,
     count_of,
     in_words,
     label,
+    say,
     table,
     when,
 )
 from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading
+from everstep.commit.lineage import BaseId, describe_missing_steps, history, split_by_history
 from everstep.errors import DamageError, FormatError, NewerFormatError
+from everstep.format.records import AuditRecord
+from everstep.seams.filesystem import FileSystem
 
 if TYPE_CHECKING:
-    from everstep.commit.lineage import BaseId
     from everstep.restore.offline.run_log import Reach
     from everstep.run.scan import BaseFound, Inventory
-    from everstep.seams.filesystem import FileSystem
 
 
 _ROWS_MAX = 50
@@ -43,6 +44,23 @@ STATUS_WORDS = {
     "condemned": "being deleted",
 }
 """The status of a base for people."""
+
+AUDIT_WORDS = {"equal": "audited", "different": "AUDIT FAILED", "unchecked": "not audited"}
+"""Result of the keeper's audit of a base, in two words."""
+
+
+def record_as_json(record: AuditRecord | None) -> dict[str, Any] | None:
+    """Return the result of the keeper's audit of a base as plain data."""
+    if record is None:
+        return None
+    found = dataclasses.asdict(record)
+    timeline, step = found.pop("before")
+    return {**found, "before": {"timeline": timeline, "step": step}}
+
+
+def problems_as_json(inventory: Inventory) -> list[dict[str, Any]]:
+    """Return what is wrong with a run's records as plain data."""
+    return [{"path": path, "problem": problem} for path, problem in inventory.problems]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +93,6 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
     Raises:
         NewerFormatError: as ``resume()`` would.
     """
-    from everstep.commit.lineage import BaseId, describe_missing_steps
     from everstep.run.open_base import OpenBase
     from everstep.run.scan import candidates
 
@@ -172,13 +189,9 @@ def _list(filesystem: FileSystem, run: str) -> _Listing:
 def _document(found: _Listing) -> dict[str, Any]:
     inventory = found.inventory
     choice = found.choice
-    end = found.end
     here = _in_history(inventory)
-    resume = None
-    if choice.base is not None:
-        resume = {"timeline": choice.base.id.timeline, "step": choice.base.id.step}
     return {
-        "path": str(inventory.path),
+        "path": inventory.path,
         "run": inventory.run,
         "timelines": [
             {**row, "log": as_json(found.reaches.get(row["timeline"]))}
@@ -196,22 +209,18 @@ def _document(found: _Listing) -> dict[str, Any]:
                 "created_unix_s": _created(base),
                 "audit": record_as_json(base.audit),
                 "problems": found.notes[base.id],
-                "path": str(base.path),
+                "path": base.path,
             }
             for base in sorted(inventory.bases, key=lambda base: base.id)
         ],
-        "resume": resume,
-        "resume_replay": end and {"timeline": end.timeline, "step": end.step},
+        "resume": choice.base and choice.base.id,
+        "resume_replay": found.end,
         "resume_reason": choice.reason,
-        "problems": [
-            {"path": str(path), "problem": problem} for path, problem in inventory.problems
-        ],
+        "problems": problems_as_json(inventory),
     }
 
 
 def _timelines(inventory: Inventory) -> list[dict[str, Any]]:
-    from everstep.commit.lineage import history
-
     branches = inventory.branches
     here = {number for number, _ in history(max(branches), branches)} if branches else set()
     found = []
@@ -237,8 +246,6 @@ def _timelines(inventory: Inventory) -> list[dict[str, Any]]:
 
 
 def _in_history(inventory: Inventory) -> set[BaseId]:
-    from everstep.commit.lineage import split_by_history
-
     here, _ = split_by_history((base.id for base in inventory.bases), inventory.branches)
     return set(here)
 
@@ -295,8 +302,7 @@ def _show(out: Console, run: str, found: _Listing, every: bool) -> None:
         out.print(label(describe_reach(reach)), soft_wrap=True)
     prefix = f"{inventory.path}{os.sep}"  # names of files are clear without it
     for problem in found.problems[:_PROBLEMS_MAX]:
-        line = f"problem: {problem.replace(prefix, '')}"
-        out.print(label(line, "yellow", LINE_CHARS_MAX), soft_wrap=True)
+        say(out, f"problem: {problem.replace(prefix, '')}", "yellow")
     if len(found.problems) > _PROBLEMS_MAX:
         out.print(f"... and {count_of(len(found.problems) - _PROBLEMS_MAX, 'more problem')}")
     if choice.base is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -17,10 +18,21 @@ from everstep.cli.common.runs import RUN_ARGUMENT, open_run, reading, select_bas
 from everstep.cli.ls import STATUS_WORDS
 from everstep.cli.verify import check_base
 from everstep.errors import OptionError, StorageError
+from everstep.format.names import (
+    AUDIT_RECORD,
+    CONDEMNED,
+    DELETING,
+    MANIFEST,
+    TEMPORARY_SUFFIX,
+    parse_marker,
+    parse_shard,
+)
+from everstep.seams import PosixFileSystem
+from everstep.seams.filesystem import DirEntry, FileSystem
+from everstep.seams.progress import progress
 
 if TYPE_CHECKING:
     from everstep.run.scan import BaseFound, Inventory
-    from everstep.seams.filesystem import DirEntry, FileSystem
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +85,6 @@ def rm(
     are read back, newest first, until one verifies. Also refuses if steps of the log can be
     restored from this base only.
     """
-    from everstep.seams import PosixFileSystem
-
     filesystem = PosixFileSystem()
     inventory = open_run(filesystem, run)
     base = _the_one(inventory, step, timeline)
@@ -89,7 +99,7 @@ def rm(
     if json_output:
         emit(
             {
-                "path": str(inventory.path),
+                "path": inventory.path,
                 "timeline": base.id.timeline,
                 "step": base.id.step,
                 "status": base.status,
@@ -98,7 +108,7 @@ def rm(
                 "refusal": plan.refusal,
                 "files": [
                     {
-                        "path": str(base.path / file.name),
+                        "path": base.path / file.name,
                         "size_bytes": file.size_bytes,
                         "allocated_bytes": file.allocated_bytes,
                     }
@@ -107,7 +117,7 @@ def rm(
                 "size_bytes": plan.size_bytes,
                 "allocated_bytes": plan.allocated_bytes,
                 "kept_bytes": plan.kept_bytes,
-                "stays": left if not dry_run else list(plan.stays),
+                "stays": left if not dry_run else plan.stays,
             }
         )
     else:
@@ -183,31 +193,17 @@ def _first_good(
     """Return the first base that verifies, read back now."""
     import everstep.restore.load.load  # noqa: F401  # load torch before the progress bar starts
     from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
-    from everstep.seams.progress import progress
 
-    ring = ChunkRing(CHUNKS, WRITERS)
-    try:
+    with contextlib.closing(ChunkRing(CHUNKS, WRITERS)) as ring:
         for base in bases:
             with progress(f"verify {base.id}", base.size_bytes) as bar:
                 checked = check_base(filesystem, inventory, base, ring, bar)
             if checked.usable:
                 return base
-    finally:
-        ring.close()
     return None
 
 
 def _plan(base: BaseFound, refusal: str | None) -> _Plan:
-    from everstep.format.names import (
-        AUDIT_RECORD,
-        CONDEMNED,
-        DELETING,
-        MANIFEST,
-        TEMPORARY_SUFFIX,
-        parse_marker,
-        parse_shard,
-    )
-
     def goes(file: DirEntry) -> bool:
         records = (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING)
         if parse_marker(file.name) is not None or file.name in records:
@@ -225,7 +221,6 @@ def _plan(base: BaseFound, refusal: str | None) -> _Plan:
 
 def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> list[str]:
     """Delete ``base``; return the names that remain."""
-    from everstep.format.names import MANIFEST
     from everstep.keeper.retain.retention import delete_base, delete_files
     from everstep.tiers.durable_files import storage_errors, write_durably
 

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from everstep.cli.common.audit import (
-    audit_as_json,
-    check_replay,
-    check_segments,
-    record_as_json,
-    show_audits,
-)
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.log import count_segments, run_log, segment_as_json
-from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
+from everstep.cli.common.output import console, count_of, in_words, label, left_out, say, table
 from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading, select_bases
-from everstep.cli.ls import STATUS_WORDS, look
+from everstep.cli.ls import STATUS_WORDS, look, problems_as_json, record_as_json
+from everstep.commit.lineage import BaseId
+from everstep.errors import DamageError, FormatError, NewerFormatError
+from everstep.format.names import LOG_DIR, marker_name, parse_marker, timeline_dir
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.progress import ProgressSink, progress
 
 if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
     from everstep.restore.offline.audit import Audit
+    from everstep.restore.offline.run_log import RunLog
     from everstep.run.scan import BaseFound, Inventory
     from everstep.run.segments import SegmentFound
     from everstep.run.verify import Damage
-    from everstep.seams.filesystem import FileSystem
-    from everstep.seams.progress import ProgressSink
 
 
 _DAMAGES_MAX = 200
+_NAMES_MAX = 5
 _TIMEOUT_S = 120.0
 
 
@@ -95,10 +95,8 @@ def verify(
     digested. Exit status 1 also if any differs. A base that cannot be compared (the log does not
     lead to it, for example) is "not checked", which is no failure: status 0.
     """
-    from everstep.format.names import LOG_DIR, timeline_dir
     from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
     from everstep.run.scan import candidates
-    from everstep.seams.progress import progress
 
     filesystem = filesystem_of(run)
     inventory = open_run(filesystem, run)
@@ -109,19 +107,16 @@ def verify(
     if step is not None and not every:
         bases = bases[:1]
     log = run_log(filesystem, inventory)
-    ring = ChunkRing(CHUNKS, WRITERS)
     segments: list[SegmentFound] = []
     audits: list[Audit] = []
-    try:
+    with contextlib.closing(ChunkRing(CHUNKS, WRITERS)) as ring:
         with progress("verify", sum(map(_bytes_to_read, bases))) as bar:
             checked = [check_base(filesystem, inventory, base, ring, bar) for base in bases]
         if log is not None and step is None:
-            segments = check_segments(filesystem, log, ring, timeline)
+            segments = _check_segments(filesystem, log, ring, timeline)
         read_s = time.monotonic() - start_s
         if replay:
-            audits = check_replay(filesystem, inventory, log, ring, {base.id for base in bases})
-    finally:
-        ring.close()
+            audits = _check_replay(filesystem, inventory, log, ring, {base.id for base in bases})
     if step is not None:
         _refuse_unusable(checked)
     elif timeline is None and not candidates(inventory).ordered:
@@ -141,17 +136,15 @@ def verify(
     if json_output:
         more: dict[str, Any] = {"segments": [segment_as_json(segment) for segment in segments]}
         if replay:
-            more["replay"] = [audit_as_json(found) for found in audits]
+            more["replay"] = audits
         emit({**_document(inventory, checked, ok, time.monotonic() - start_s), **more})
     else:
         _show(console(), inventory, checked, segments, read_s)
         if replay:
-            show_audits(console(), audits)
+            _show_audits(console(), audits)
             if audits and log is None:
                 hint = 'hint: bases are compared by replay of a log on disk: method="logged", '
-                console().print(
-                    label(f'  {hint}log=LogOptions(to="disk")', "", LINE_CHARS_MAX), soft_wrap=True
-                )
+                say(console(), f'  {hint}log=LogOptions(to="disk")')
     raise typer.Exit(ExitCode.OK if ok else ExitCode.DIFFERENT)
 
 
@@ -168,7 +161,6 @@ def check_base(
         NewerFormatError: it was written by a newer everstep.
         DeadlineError: the storage hangs.
     """
-    from everstep.format.names import marker_name
     from everstep.restore.load.load import check_contents
     from everstep.run.verify import Damage, verify_base
 
@@ -224,6 +216,67 @@ def _was_deleted(filesystem: FileSystem, inventory: Inventory, base: BaseFound) 
     return left or (now.status == "condemned" and not now.is_usable)
 
 
+def _check_segments(
+    filesystem: FileSystem, log: RunLog, ring: ChunkRing, timeline: int | None
+) -> list[SegmentFound]:
+    """Read and verify every byte of all segments (or those of one timeline); damaged ones get a
+    ``problem``.
+
+    Raises:
+        NewerFormatError: a segment was written by a newer everstep.
+        DeadlineError: the storage hangs.
+    """
+    from everstep.run.segments import read_segment
+
+    wanted = [one for one in log.segments if timeline in (None, one.timeline)]
+    checked = []
+    with progress("verify the log", sum(one.size_bytes for one in wanted)) as bar:
+        for segment in wanted:
+            if segment.problem is None:
+                try:
+                    read_segment(filesystem, segment, ring, timeout_s=_TIMEOUT_S, progress=bar)
+                except NewerFormatError:
+                    raise
+                except (DamageError, FormatError) as error:
+                    segment = dataclasses.replace(segment, problem=error.message)
+                except FileNotFoundError:
+                    segment = dataclasses.replace(segment, problem="its file is missing")
+                except OSError as error:
+                    problem = f"cannot be read: {error.strerror or error}"
+                    segment = dataclasses.replace(segment, problem=problem)
+            if segment.problem is None or not _is_deleted(segment.files or filesystem, segment):
+                checked.append(segment)
+    return checked
+
+
+def _is_deleted(filesystem: FileSystem, segment: SegmentFound) -> bool:
+    """Return True if a running process has deleted a segment: its markers are removed first."""
+    try:
+        names = [entry.name for entry in filesystem.scan(segment.path)]
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return not any(parse_marker(name) is not None for name in names)
+
+
+def _check_replay(
+    filesystem: FileSystem,
+    inventory: Inventory,
+    log: RunLog | None,
+    ring: ChunkRing,
+    bases: Collection[BaseId],
+) -> list[Audit]:
+    """Compute each of ``bases`` from the preceding base and the log, and compare."""
+    from everstep.restore.offline.audit import audit, pairs
+    from everstep.restore.offline.rebuild import Rebuilder
+    from everstep.restore.offline.run_log import RunLog
+    from everstep.seams.processes.processes import available_cores
+
+    threads = len(available_cores())
+    found = log or RunLog(filesystem, inventory, {})
+    rebuilder = Rebuilder(filesystem, found, ring, timeout_s=_TIMEOUT_S, threads=threads)
+    return [audit(rebuilder, pair) for pair in pairs(rebuilder) if pair.after.id in bases]
+
+
 def _refuse_unusable(checked: Collection[Checked]) -> None:
     """Count a requested base that cannot be used as damage."""
     from everstep.run.verify import Damage
@@ -248,7 +301,7 @@ def _document(
     inventory: Inventory, checked: list[Checked], ok: bool, seconds: float
 ) -> dict[str, Any]:
     return {
-        "path": str(inventory.path),
+        "path": inventory.path,
         "run": inventory.run,
         "ok": ok,
         "bases": [
@@ -260,22 +313,19 @@ def _document(
                 "ok": item.ok,
                 "entries": item.entries,
                 "size_bytes": item.size_bytes,
-                "damages": [_as_json(damage) for damage in item.damages],
+                "damages": [
+                    {name: getattr(damage, name) for name in ("path", "entry", "problem")}
+                    for damage in item.damages
+                ],
                 "note": item.note,
                 "audit": record_as_json(item.base.audit),
             }
             for item in checked
         ],
-        "problems": [
-            {"path": str(path), "problem": problem} for path, problem in inventory.problems
-        ],
+        "problems": problems_as_json(inventory),
         "size_bytes": sum(item.size_bytes for item in checked),
         "seconds": seconds,
     }
-
-
-def _as_json(damage: Damage) -> Mapping[str, Any]:
-    return {"path": damage.path, "entry": damage.entry, "problem": damage.problem}
 
 
 def _show(
@@ -308,16 +358,14 @@ def _show(
             out.print(label(f"note: {item.base.id}: {item.note}", "yellow"))
         if audit := item.base.audit:
             line = f"the keeper, of {item.base.id}: {describe_audit(audit)}"
-            style = "red" if audit.verdict == "different" else ""
-            out.print(label(line, style, LINE_CHARS_MAX), soft_wrap=True)
+            say(out, line, "red" if audit.verdict == "different" else "")
     lines = [_sentence(damage.path, damage.problem) for item in checked for damage in item.damages]
     lines += [_sentence(str(path), problem) for path, problem in inventory.problems]
     broken = [segment for segment in segments if segment.problem is not None]
     lines += [_sentence(str(segment.path), segment.problem or "") for segment in broken]
     for line in lines[:_DAMAGES_MAX]:
-        out.print(label(f"damage: {line}", "red", LINE_CHARS_MAX), soft_wrap=True)
-    if len(lines) > _DAMAGES_MAX:
-        out.print(f"... and {len(lines) - _DAMAGES_MAX:,} more; --json has them all")
+        say(out, f"damage: {line}", "red")
+    left_out(out, len(lines), _DAMAGES_MAX)
     read = [item for item in checked if item.read]
     size_bytes = sum(item.size_bytes for item in read)
     size_bytes += sum(segment.size_bytes for segment in segments)
@@ -339,9 +387,52 @@ def _show(
         hint = f"  hint: resume() skips damaged bases; {where}"
         if "://" not in str(inventory.path):
             hint += f"; everstep rm {inventory.path} --step {lost[0].step} deletes a damaged base"
-        out.print(label(hint, "", LINE_CHARS_MAX), soft_wrap=True)
+        say(out, hint)
 
 
 def _sentence(path: str, problem: str) -> str:
     """Return ``problem`` with its file named once."""
     return problem if path in problem else f"{path}: {problem}"
+
+
+# --- Replay -----------------------------------------------------------------------------
+
+
+def _show_audits(out: Console, audits: list[Audit]) -> None:
+    """Show the result of replay for each base."""
+    made = table(("replay", "onto base", "updates", "verdict"), right=("updates",))
+    styles = {"equal": "green", "different": "bold red", "unchecked": "yellow"}
+    words = {"equal": "equal, bit for bit", "different": "DIFFERENT", "unchecked": "not checked"}
+    for found in audits:
+        made.add_row(
+            f"steps {found.before.step + 1} to {found.after.step}",
+            str(found.before.step),
+            str(found.updates) if found.steps else "-",
+            label(words[found.verdict], styles[found.verdict]),
+        )
+    if audits:
+        out.print(made)
+    for found in audits:
+        if found.verdict == "different":
+            say(out, _difference(found), "red")
+        elif found.reason:
+            how = "not checked" if found.verdict == "unchecked" else "equal nevertheless"
+            say(out, f"{found.after}: {how}: {found.reason}", "yellow")
+    count = {verdict: sum(one.verdict == verdict for one in audits) for verdict in words}
+    summary = f"{count['equal']} of {count_of(len(audits), 'base')} equal what replay gives"
+    summary += f", {count['different']} different" if count["different"] else ""
+    summary += f", {count['unchecked']} not checked" if count["unchecked"] else ""
+    out.print(summary if audits else "no base follows another: there is nothing to replay")
+
+
+def _difference(found: Audit) -> str:
+    names = ", ".join(map(repr, found.differing[:_NAMES_MAX]))
+    more = len(found.differing) - _NAMES_MAX
+    names += f" and {more} more" if more > 0 else ""
+    line = (
+        f"different: steps {found.before.step + 1} to {found.after.step}: base "
+        f"{found.before.step} and the log do not give base {found.after.step}"
+    )
+    if found.differing:
+        line += f" in {count_of(len(found.differing), 'entry', 'entries')}: {names}"
+    return line + (f" ({found.reason})" if found.reason else "")

@@ -1,13 +1,12 @@
 """Options: everything that a user can choose, validated once.
 
 Read ``options`` first; users import its names from ``everstep.options``. ``method`` has the
-presets, ``intervals`` parses intervals, ``given`` checks names, types and numbers.
+presets, ``given`` checks names, types and numbers.
 """
 
 from everstep.config.given import is_int, is_number, named, nearest
-from everstep.config.intervals import Every, History
 from everstep.config.method import presets
-from everstep.config.options import FailurePolicy, KeeperOptions, Options
+from everstep.config.options import Every, FailurePolicy, History, KeeperOptions, Options
 
 __all__ = [
     "Every",

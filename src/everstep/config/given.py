@@ -41,6 +41,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """Return a hint at the known name that is closest to ``name``, or None."""
+    guess = nearest(name, known)
+    return f"did you mean {guess!r}?" if guess else None
+
+
 def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise if ``given`` has a name that is not among the options of ``owner``.
 
@@ -50,10 +56,9 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> No
     names = list(known)
     for name in given:
         if name not in names:
-            guess = nearest(name, names)
             raise OptionError(
                 f"{owner} has no option {name!r}; there are: {', '.join(names) or 'none'}",
-                hint=f"did you mean {guess!r}?" if guess else None,
+                hint=did_you_mean(name, names),
             )
 
 
@@ -70,10 +75,9 @@ def one_of(what: str, value: object, known: Iterable[str], *, beside: str = "") 
     names = list(known)
     if isinstance(value, str) and value in names:
         return
-    guess = nearest(value, names) if isinstance(value, str) else None
     raise OptionError(
         f"no {what} {value!r}; there are: {', '.join(names)}{beside}",
-        hint=f"did you mean {guess!r}?" if guess else None,
+        hint=did_you_mean(value, names) if isinstance(value, str) else None,
     )
 
 

@@ -158,10 +158,6 @@ class Method:
                 f'Method.parts must be "auto" or 1 to {_PARTS_MAX}, not {parts!r}',
                 hint='parts="auto" chooses the number that delays training least',
             )
-        if not isinstance(self.overlap_forward, bool):
-            raise OptionError(
-                f"Method.overlap_forward must be True or False, not {self.overlap_forward!r}"
-            )
         held = self.held_steps
         if not is_int(held) or not 1 <= held <= HELD_STEPS_MAX:
             raise OptionError(
@@ -179,13 +175,8 @@ class Method:
                 hint='chunk_bytes="auto" chooses the bytes that the link copies in a millisecond',
             )
         if self.base != "multistep":
-            if (
-                parts != "auto"
-                or self.overlap_forward
-                or held != 1
-                or chunk != "auto"
-                or self.rebuild != "keeper"
-            ):
+            own = (parts, self.overlap_forward, held, chunk, self.rebuild)
+            if own != ("auto", False, 1, "auto", "keeper"):
                 raise OptionError(
                     "parts, overlap_forward, held_steps, chunk_bytes and rebuild need "
                     f"base='multistep', not base={self.base!r}",

@@ -8,8 +8,8 @@ All of it runs in the process of the command, except ``child``. Read in this ord
 
 ``plan``        the training, and the kills: a function of the seed
 ``child``       the training process (``python -m everstep.demo.child``)
-``report``      the result as plain data; files on disk and bases in memory right after a kill
-``verdict``     comparison of both runs
+``report``      the result as plain data; files on disk and bases in memory right after a kill;
+                comparison of both runs
 ``supervisor``  runs the plan; one child: start it, follow it, kill it
 ``show``        progress lines and the final table
 """

@@ -21,8 +21,7 @@ import everstep
 from everstep.config.options import LogOptions
 from everstep.seams.failpoints import arm
 from everstep.workloads import GPTConfig, Training, TrainingConfig, make_deterministic, training_of
-from everstep.workloads.comparison import JournalWriter
-from everstep.workloads.fingerprint import fingerprint
+from everstep.workloads.comparison import JournalWriter, fingerprint
 
 EXIT_ORPHANED = 70
 _DURABLE_TIMEOUT_S = 60.0
@@ -51,7 +50,6 @@ def _train(order: dict[str, Any], parent: int, training: Training, journal: Jour
         training.state(),
         method=order["method"],
         every=order["every"],
-        keep=order["keep"],
         keeper=everstep.KeeperOptions(process=order["keeper"] == "process", linger_s=_LINGER_S),
         log=LogOptions(to="disk", batch_steps=1, lag_steps=0) if logs else None,
     ) as checkpointer:

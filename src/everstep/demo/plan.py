@@ -69,7 +69,6 @@ class DemoPlan:
         training: steps of either run, batch size, seed of weights, data order and dropout.
         text_bytes: length of the text.
         every: steps between the bases of the run that is killed.
-        keep: bases kept.
         method: preset of the run that is killed.
         kills: in the order of their steps.
     """
@@ -78,7 +77,6 @@ class DemoPlan:
     training: TrainingConfig
     text_bytes: int
     every: int
-    keep: int
     method: str
     kills: tuple[Kill, ...]
 
@@ -87,7 +85,6 @@ def demo_plan(
     *,
     steps: int | None = None,
     every: int | None = None,
-    keep: int = 3,
     method: str = "logged",
     seed: int = 1234,
     quick: bool = False,
@@ -104,14 +101,14 @@ def demo_plan(
     validate_options(
         method=method,
         every=every,
-        keep=keep,
+        keep=3,  # as a Checkpointer has it
         budget=None,
         on_failure="raise",
         progress_timeout_s=1.0,
     )
     kills = planned_kills(steps=steps, every=every, seed=seed, keeper=keeper_of(method))
     training = TrainingConfig(steps, batch=batch, seed=seed, warmup_steps=max(1, steps // 8))
-    return DemoPlan(model, training, text_bytes, every, keep, method, kills)
+    return DemoPlan(model, training, text_bytes, every, method, kills)
 
 
 def keeper_of(method: str) -> KeeperKind:

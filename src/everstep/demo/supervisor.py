@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from everstep.demo.plan import AFTER_CAPTURED, DemoPlan, Kill
-from everstep.demo.report import DemoReport, KillReport, Survey, final_base, survey
+from everstep.demo.report import (
+    DemoReport,
+    KillReport,
+    Survey,
+    broken_promises,
+    compare_entries,
+    final_base,
+    read_base,
+    survey,
+)
 from everstep.demo.show import Display
-from everstep.demo.verdict import broken_promises, compare_entries, read_base
 from everstep.errors import EverstepError
 from everstep.testing.keepers import end_keeper, held_step
 from everstep.workloads import stdlib_text
@@ -332,7 +340,6 @@ class _Run:
             "failpoint": kill.where if kill is not None and kill.is_failpoint else None,
             "fails_at": kill.step if kill is not None and kill.is_failpoint else None,
             "method": plan.method,
-            "keep": plan.keep,
         }
         child = Child(name, self._command, self._place, order)
         self._children.append(child)

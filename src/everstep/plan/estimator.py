@@ -31,6 +31,7 @@ one step. If the bytes alone take all the time, no segment size helps.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,17 +76,13 @@ def least_batch(
         step_s: seconds of a training step.
         most: maximum number of steps, at least 1.
     """
-    low = 1
-    high = most
+
+    def suffices(steps: int) -> bool:
+        return price_s <= share * steps * (step_s - work_s)
+
     # The right side grows with the number of steps, or is never positive: the search then ends at
     # `most`.
-    while low < high:
-        middle = (low + high) // 2
-        if price_s <= share * middle * (step_s - work_s):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return 1 + bisect_left(range(1, most), True, key=suffices)
 
 
 def weighted_median(values: Sequence[float], half_life: float) -> float | None:

@@ -37,9 +37,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from everstep.config import is_number
 from everstep.errors import InfeasibleError, OptionError
 
 EQUAL = 1e-12
@@ -230,11 +232,6 @@ def check_batches(costs: Costs, batch_max: int | None) -> None:
             hint=f"batches of more than {math.floor(batch_write_s / costs.step_s)} steps, or "
             f"writes in less than {needed_s:.4g} s",
         )
-
-
-def is_number(value: object) -> bool:
-    """Return True for a finite number; False for booleans."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 _ROUNDS_NO_MORE = 1_000_000
@@ -572,9 +569,8 @@ def seldom(costs: Costs, best: Choice, *, log: bool) -> tuple[int, float]:
     while wasted(beyond) <= allowed:
         least = beyond
         beyond = 2 * beyond
-    while beyond - least > 1:
-        middle = (least + beyond) // 2
-        least, beyond = (middle, beyond) if wasted(middle) <= allowed else (least, middle)
+    between = range(least + 1, beyond)
+    least += bisect_left(between, True, key=lambda steps: wasted(steps) > allowed)
     return least, wasted(least)
 
 

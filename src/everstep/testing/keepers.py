@@ -16,7 +16,7 @@ from everstep.link import KeeperInfo, connect
 from everstep.link.registry import find_keeper, keeper_files, keeper_key, kill_keeper
 from everstep.run.folder import run_path
 from everstep.seams.locks import lock_file
-from everstep.seams.processes import PidWatch
+from everstep.seams.processes.processes import process_ended
 from everstep.seams.sockets import close_descriptors
 
 _ANSWER_S = 15.0
@@ -113,10 +113,9 @@ def _is_starting(key: str) -> bool:
 
 def _wait_for_end(keeper: KeeperInfo) -> None:
     """Wait for the end of the process, whose files are removed already, or which was killed."""
-    with PidWatch(keeper.pid) as watch:
-        if not watch.ended(_KILLED_S):
-            raise KeeperTimeoutError(
-                f"the keeper process {keeper.pid} of {keeper.run} still exists {_KILLED_S:g} s "
-                "after it was stopped or killed",
-                hint="the disk that it writes to hangs (dmesg, df, iostat)",
-            )
+    if not process_ended(keeper.pid, _KILLED_S):
+        raise KeeperTimeoutError(
+            f"the keeper process {keeper.pid} of {keeper.run} still exists {_KILLED_S:g} s "
+            "after it was stopped or killed",
+            hint="the disk that it writes to hangs (dmesg, df, iostat)",
+        )

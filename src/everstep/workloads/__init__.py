@@ -4,9 +4,8 @@
 ``text``      real text without a download, and a loader whose order can be resumed
 ``training``  model, optimizer, schedule and loader as one object with ``step()``
 
-``fingerprint``  digests of the live state of a training, without everstep's own code
-``comparison``   differences between two training runs: live states and losses; progress reports of
-                 a training process
+``comparison``   differences between two training runs: live states, described without everstep's
+                 own code, and losses; progress reports of a training process
 ``processes``    folder, environment and signals of processes that train
 
 ``published``  networks from papers, for capture plans

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from everstep.config import nearest
-from everstep.errors import OptionError
+from everstep.config.given import one_of
 
 
 class _BERT(nn.Module):
@@ -316,10 +315,5 @@ def published(name: str) -> Published:
     Raises:
         OptionError: with the nearest name that there is.
     """
-    if name not in PUBLISHED:
-        guess = nearest(name, PUBLISHED)
-        raise OptionError(
-            f"no network {name!r}; there are: {', '.join(PUBLISHED)}",
-            hint=f"did you mean {guess!r}?" if guess else None,
-        )
+    one_of("network", name, PUBLISHED)
     return PUBLISHED[name]

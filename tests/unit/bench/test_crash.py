@@ -14,26 +14,28 @@ import pytest
 from everstep.errors import EverstepError, OptionError
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.workloads import make_deterministic
-from everstep.workloads.fingerprint import fingerprint
-from everstep_bench.crash import run
-from everstep_bench.crash.interval import (
+from everstep.workloads.comparison import fingerprint
+from everstep_bench import crash
+from everstep_bench.crash import (
+    CrashReport,
+    CrashTable,
+    Life,
+    Lives,
+    Losses,
     SaveCosts,
     costs_of,
     interval_of,
+    lived,
     logged_interval_of,
     share_of,
 )
-from everstep_bench.crash.lives import Life, Lives, Losses, lived
-from everstep_bench.crash.report import CrashReport, CrashTable
 from everstep_bench.harness.children import Child
 from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.placement import Placement
 from everstep_bench.harness.running import keepers_of
 from everstep_bench.options import CRASH_ARMS, IDEAL, NONE, CrashOptions, Training
-from everstep_bench.step.arms import DcpWarm, Recovered, StepArm, TorchSave
-from everstep_bench.step.ours import Ours
+from everstep_bench.step.arms import DcpWarm, Ours, Recovered, Setting, StepArm, TorchSave
 from everstep_bench.step.rounds import make_arm
-from everstep_bench.step.settings import Setting
 from tests.support.stalls import (
     block_of,
     facts_of,
@@ -223,7 +225,7 @@ def test_a_log_is_on_disk_where_no_keeper_survives(tmp_path: Path) -> None:
     lane = made("lazy", tmp_path, loop, link_bytes_per_s=1e9).seams().lane()
     assert isinstance(lane, EmulatedLink)
     lane.close()
-    setting = run._setting(CrashOptions(link_bytes_per_s=1e9), "logged", 3)
+    setting = crash._setting(CrashOptions(link_bytes_per_s=1e9), "logged", 3)
     assert (setting.log_on_disk, setting.link_bytes_per_s) == (True, 1e9)
 
 
@@ -347,7 +349,7 @@ def test_missed_targets_end_with_3_when_asked(monkeypatch: pytest.MonkeyPatch) -
         asked.append(options)
         return report
 
-    monkeypatch.setattr(run, "run_crash", measure)
+    monkeypatch.setattr(crash, "run_crash", measure)
     words = ("crash-interval", "--crash-every", "10s,1min", "--link", "2GB/s", "--arms", "lazy")
     assert invoke(*words).exit_code == 0
     assert invoke(*words, "--check").exit_code == 3
@@ -363,10 +365,10 @@ def test_an_arm_without_costs_is_not_started(monkeypatch: pytest.MonkeyPatch) ->
         started.append(f"{name or setting.arm} {setting.every}")
         return Lives(name or setting.arm, setting.every, [life(0, 10)])
 
-    monkeypatch.setattr(run, "lived", live)
+    monkeypatch.setattr(crash, "lived", live)
     costs: dict[str, SaveCosts | str] = {"torch.save": "not installed", "lazy": COSTS}
     names = [NONE, "torch.save", "lazy"]
-    bench = run.Bench(session_of(CrashOptions(), folder=Path("x")), names, costs, 10**9)
+    bench = crash.Bench(session_of(CrashOptions(), folder=Path("x")), names, costs, 10**9)
     table = bench.table(10.0)
     assert sorted(started) == [f"{IDEAL} 1", "lazy 5", f"{NONE} 1"]
     found = {lives.arm: lives.error for lives in table.rows}

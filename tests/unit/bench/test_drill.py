@@ -21,18 +21,16 @@ from everstep.errors import OptionError, UnavailableError
 from everstep.options import presets
 from everstep.workloads.comparison import Difference, Event, JournalWriter
 from everstep_bench.drill import job as job_module
+from everstep_bench.drill import network as network_module
 from everstep_bench.drill import run as run_module
-from everstep_bench.drill import store as store_module
-from everstep_bench.drill.arms import ARMS
 from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.job import Start, order_of
 from everstep_bench.drill.network import Groups, Namespaces, choose_network
-from everstep_bench.drill.plan import DrillPlan, drill_plan, parse_at, parse_rate
+from everstep_bench.drill.plan import ARMS, DrillPlan, drill_plan, parse_at, parse_rate
 from everstep_bench.drill.processes import MARK, DrillError, Marked, end_marked, find_marked
-from everstep_bench.drill.report import DrillReport, Outcome
-from everstep_bench.drill.run import run_drill
-from everstep_bench.drill.scenario import Drill, _into, compare, median_step_s
-from everstep_bench.drill.show import introduce, progress_display
+from everstep_bench.drill.report import DrillReport, Outcome, introduce
+from everstep_bench.drill.run import Drill, _into, compare, median_step_s, run_drill
+from everstep_bench.harness.display import progress_display
 from tests.support.displays import SilentDrill
 from tests.support.stalls import shown_by
 from tests.support.world import TIMEOUT_S
@@ -312,9 +310,9 @@ def test_a_store_needs_namespaces() -> None:
 def test_what_a_store_takes_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
 ) -> None:
-    monkeypatch.setattr(store_module.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(network_module.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(
-        store_module.shutil, "which", lambda name: None if name == missing else f"/bin/{name}"
+        network_module.shutil, "which", lambda name: None if name == missing else f"/bin/{name}"
     )
     with pytest.raises(UnavailableError, match=missing):
         run_drill(drill_plan(store="seaweedfs"), SilentDrill(), network=lambda word: Wire())

@@ -18,15 +18,15 @@ from everstep_bench.harness.loop import seeded_single_thread
 from everstep_bench.harness.options import from_words
 from everstep_bench.harness.placement import Placement
 from everstep_bench.multistep import run
-from everstep_bench.multistep.figures import (
+from everstep_bench.multistep.report import (
     AUTO,
     MeasuredSave,
     Measurement,
+    MultistepReport,
     Row,
     allowed_s,
 )
-from everstep_bench.multistep.report import MultistepReport
-from everstep_bench.multistep.saves import measure_row
+from everstep_bench.multistep.run import measure_row
 from everstep_bench.multistep.training import Lengths, TimedTraining
 from everstep_bench.options import WAYS, MultistepOptions, Ratio
 from tests.support.stalls import facts_of, invoke, shown_by

@@ -31,19 +31,34 @@ from everstep.errors import (
 from everstep.workloads.gpt import GPT, GPTConfig
 from everstep_bench.cli.bench import app
 from everstep_bench.harness import display, machine
-from everstep_bench.harness.gauges import Instant, Sample
 from everstep_bench.harness.loop import flatten
-from everstep_bench.harness.machine import direct_takes, drop_cache, look_at, workspace
-from everstep_bench.harness.turns import Turns
+from everstep_bench.harness.machine import (
+    Instant,
+    Sample,
+    direct_takes,
+    drop_cache,
+    look_at,
+    workspace,
+)
+from everstep_bench.harness.session import Turns
 from everstep_bench.options import PersistOptions
-from everstep_bench.persist import ours, raw, report, run
-from everstep_bench.persist.arms import Arm, Column
-from everstep_bench.persist.ours import OursRead, OursWrite
-from everstep_bench.persist.peers import PEERS, Peer, PeerRead, PeerWrite, installed
+from everstep_bench.persist import arms, raw, run
+from everstep_bench.persist.arms import (
+    PEERS,
+    SIZE_BYTES_MIN,
+    Arm,
+    BenchState,
+    Column,
+    OursRead,
+    OursWrite,
+    Peer,
+    PeerRead,
+    PeerWrite,
+    installed,
+    shape_of,
+)
 from everstep_bench.persist.raw import RawArm, Setting, make_ring
-from everstep_bench.persist.report import PersistReport, Row
-from everstep_bench.persist.run import run_persist
-from everstep_bench.persist.state import SIZE_BYTES_MIN, BenchState, shape_of
+from everstep_bench.persist.run import PersistReport, Row, run_persist
 from tests.support.displays import Silent
 from tests.support.stalls import facts_of, session_of, shown_by
 
@@ -141,7 +156,7 @@ def test_blank_leaves_nothing(state: BenchState) -> None:
 
 @pytest.mark.thinned(8)
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("column", report.COLUMNS)
+@pytest.mark.parametrize("column", run.COLUMNS)
 @pytest.mark.parametrize(
     "setting", [Setting(1, MIB), Setting(2, MIB), Setting(4, 4 * MIB), Setting(2, MIB, True)]
 )
@@ -292,7 +307,7 @@ def test_fresh_files_are_fresh_and_recycled_ones_recycled(
 def test_a_save_into_the_wrong_kind_of_file_is_an_error(
     state: BenchState, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ours, "_UNTIL_RECYCLED", 0)
+    monkeypatch.setattr(arms, "_UNTIL_RECYCLED", 0)
     arm = OursWrite("recycled", state, run_folder)
     arm.open()
     with pytest.raises(EverstepError, match="not recycled"):
@@ -310,7 +325,7 @@ def test_the_clock_stops_when_the_commit_is_durable(
         taken.append(next(moments))
         return Instant(float(taken[-1]), 0.0, 0.0)
 
-    monkeypatch.setattr(ours, "now", now)
+    monkeypatch.setattr(arms, "now", now)
     arm = OursWrite("fresh", state, run_folder)
     arm.open()
     sample = arm.run()
@@ -420,7 +435,7 @@ def row(name: str, column: str, role: str, *seconds: float, cpu_s: float = 0.1) 
 
 
 def report_of(*rows: Row) -> PersistReport:
-    empty: Any = {column: {} for column in report.COLUMNS}
+    empty: Any = {column: {} for column in run.COLUMNS}
     options = PersistOptions(10**9, 3, 1)
     return PersistReport(options, facts_of(free_core=None), list(rows), empty)
 
@@ -544,7 +559,7 @@ def test_whole_run_measures_all_and_leaves_nothing(tmp_path: Path) -> None:
         else:
             assert one.error is None
             assert sorted(one.blocks) == [1, 2]
-    for column in report.COLUMNS:
+    for column in run.COLUMNS:
         assert found.limit(column) is not None
     assert all(verdict.met is not None for verdict in found.verdicts())
 
@@ -563,7 +578,7 @@ def test_a_peer_that_fails_is_reported_and_the_rest_goes_on(
     def nothing(state: BenchState, path: Path) -> dict[str, torch.Tensor]:
         return {}
 
-    torch_save = next(peer for peer in PEERS if peer.name == report.BASELINE)
+    torch_save = next(peer for peer in PEERS if peer.name == run.BASELINE)
     peer = Peer("broken", "torch", "", "", broken, nothing)
     monkeypatch.setattr(run, "PEERS", (torch_save, peer))
     found = run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Silent())
@@ -765,7 +780,8 @@ def test_bar_is_drawn_between_runs_only(monkeypatch: pytest.MonkeyPatch) -> None
         drawn = terminal.getvalue()
         assert "saving" in drawn
         assert "torch.save" in drawn
-        assert not shown._progress.live.auto_refresh  # type: ignore[attr-defined]
+        assert isinstance(shown, display.Bar)
+        assert not shown._progress.live.auto_refresh
 
 
 def test_plain_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,9 @@ from everstep_bench.harness.loop import Loop, Span, Step
 from everstep_bench.harness.placement import Placement
 from everstep_bench.options import StallOptions
 from everstep_bench.stall import run, timeline
-from everstep_bench.stall.arms import CAUSES, Arm, Pending
+from everstep_bench.stall.arms import CAUSES, Arm, Copied, Copies, Pending, recorded
 from everstep_bench.stall.figures import Block
 from everstep_bench.stall.ours import Ours
-from everstep_bench.stall.recording import Copied, Copies, recorded
 from everstep_bench.stall.timeline import Event
 from tests.support.stalls import session_of
 

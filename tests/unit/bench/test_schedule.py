@@ -14,10 +14,8 @@ from everstep.plan.schedule.exact import every_steps
 from everstep.plan.schedule.steps import device
 from everstep.workloads.published import PUBLISHED
 from everstep_bench.options import ScheduleOptions
-from everstep_bench.schedule import report as reports
-from everstep_bench.schedule import solving, tables
-from everstep_bench.schedule.report import LAUNCH_S, SHORT, ScheduleReport
-from everstep_bench.schedule.tables import run_schedule
+from everstep_bench.schedule import tables
+from everstep_bench.schedule.tables import LAUNCH_S, SHORT, ScheduleReport, run_schedule
 
 
 class Nowhere:
@@ -38,7 +36,6 @@ def planned(options: ScheduleOptions) -> ScheduleReport:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """One network for Fig. 2, and one row of Table I."""
     monkeypatch.setattr(tables, "PUBLISHED", {"alexnet": PUBLISHED["alexnet"]})
-    monkeypatch.setattr(solving, "PUBLISHED", {"alexnet": PUBLISHED["alexnet"]})
     monkeypatch.setattr(tables, "TABLE", tables.TABLE[:1])
 
 
@@ -109,9 +106,9 @@ def test_a_disk_that_keeps_up() -> None:
 
 @pytest.mark.parametrize(("exact_s", "met"), [(119.0, True), (121.0, False), (None, None)])
 def test_verdicts_of_times(exact_s: float | None, met: bool | None) -> None:
-    row = solving.Solved("alexnet", 32, "paper", 76, 63e9, 4.0, 0.9, 4 << 20, 0.0, exact_s, 0.0)
+    row = tables.Solved("alexnet", 32, "paper", 76, 63e9, 4.0, 0.9, 4 << 20, 0.0, exact_s, 0.0)
     options = ScheduleOptions()
-    made = reports.ScheduleReport(options, "", (), (), (row,), 1.0)
+    made = tables.ScheduleReport(options, "", (), (), (row,), 1.0)
     *_, greedy, exact = made.verdicts()
     assert (greedy.met, exact.met) == (True, met)
     assert made.all_met() == (met is not False)
@@ -126,7 +123,7 @@ def test_verdicts_of_times(exact_s: float | None, met: bool | None) -> None:
 def test_solve_times() -> None:
     """Where 63 GB/s are too few, at a twentieth more than it takes; exact is never worse."""
     pytest.importorskip("pyscipopt")
-    rows = list(solving.solve_all(device("rtx3090"), (1, 32), Nowhere(), exact_s=20))
+    rows = list(tables.solve_all(device("rtx3090"), (1, 32), Nowhere(), exact_s=20))
     assert [(row.batch, row.link_bytes_per_s > 63e9) for row in rows] == [
         *((1, True), (1, True), (32, False), (32, False))
     ]
@@ -137,7 +134,7 @@ def test_solve_times() -> None:
 
 @pytest.mark.slow
 def test_all_are_planned_within_seconds() -> None:
-    rows = list(solving.solve_all(device("rtx3090"), (1, 32), Nowhere()))
+    rows = list(tables.solve_all(device("rtx3090"), (1, 32), Nowhere()))
     assert len(rows) == 2 * 2 * 8
     for row in rows:
         assert row.gap <= 0.025, row
@@ -146,7 +143,7 @@ def test_all_are_planned_within_seconds() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = solving.Solved("alexnet", 32, "paper", 76, 63e9, 1.0, 0.02, 1 << 18, 0.0027, 10.0, 0.0)
+    row = tables.Solved("alexnet", 32, "paper", 76, 63e9, 1.0, 0.02, 1 << 18, 0.0027, 10.0, 0.0)
     monkeypatch.setattr(tables, "solve_all", lambda *_, **__: [row])
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "schedule", "--check"])
     assert shown.exit_code == ExitCode.INFEASIBLE, shown.output

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from everstep.cli.plan.schedule import check_target
 from everstep.errors import OptionError
-from everstep_bench.harness import device
+from everstep_bench.harness import loop as loops
 from everstep_bench.harness.options import from_words, parse_list, parse_number, parse_params
 from everstep_bench.options import STALL_ARMS, StallOptions
 from everstep_bench.stall import run, timeline
@@ -291,12 +291,12 @@ class _Moment:
 def test_the_clock_of_a_device_tells_what_lies_between_pairs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device, "_cuda", SimpleNamespace(Event=_Moment))
-    clock = device.DeviceClock()
+    monkeypatch.setattr(loops, "_cuda", SimpleNamespace(Event=_Moment))
+    clock = loops.DeviceClock()
     clock.end()  # without a beginning
     for _ in range(2):
         clock.begin()
-        device._now()
+        loops._now()
         clock.end()
     clock.begin()
     assert clock.taken_s() == pytest.approx(0.004)

@@ -31,7 +31,7 @@ from everstep.errors import (
 )
 from everstep.seams import Seams
 from everstep.testing.emulated_link import EmulatedLink
-from everstep_bench.harness import gauges, placement, running
+from everstep_bench.harness import machine, placement, running
 from everstep_bench.harness.loop import Loop, Step
 from everstep_bench.harness.placement import Placement, descendants
 from everstep_bench.harness.session import Session
@@ -120,12 +120,12 @@ def test_descendants_and_their_processor_time() -> None:
         assert child.stdout is not None
         child.stdout.readline()
         assert child.pid in descendants() - before
-        assert 0.001 < gauges.cpu_s(child.pid) < 60
+        assert 0.001 < machine.cpu_s(child.pid) < 60
     finally:
         child.communicate(timeout=TIMEOUT_S)
     assert child.pid not in descendants()
-    assert gauges.cpu_s(child.pid) == 0.0
-    assert gauges.cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=1.0)
+    assert machine.cpu_s(child.pid) == 0.0
+    assert machine.cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=1.0)
 
 
 # --- Saves under way --------------------------------------------------------------------

@@ -12,7 +12,7 @@ from everstep.errors import OptionError
 from everstep_bench.harness.figures import Spread
 from everstep_bench.harness.options import parse_list, parse_share
 from everstep_bench.options import STEP_ARMS, FrequencyOptions, StepOptions
-from everstep_bench.step.arms import Recovered
+from everstep_bench.step.arms import Recovered, Setting, settings, usual
 from everstep_bench.step.frequency import Found, FrequencyReport, Probe, smallest
 from everstep_bench.step.kills import Kill, Killed
 from everstep_bench.step.recovery import (
@@ -23,7 +23,6 @@ from everstep_bench.step.recovery import (
 )
 from everstep_bench.step.report import StepReport
 from everstep_bench.step.rounds import Block, Row, Rows
-from everstep_bench.step.settings import Setting, settings, usual
 from tests.support.stalls import facts_of, shown_by
 
 BIG = 92_000_000

@@ -19,22 +19,19 @@ import pytest
 import torch
 
 from everstep.errors import EverstepError, OptionError, OutOfSpaceError
-from everstep.workloads.fingerprint import fingerprint
+from everstep.workloads.comparison import fingerprint
 from everstep_bench.harness import children
 from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.options import from_words
 from everstep_bench.harness.placement import Placement
-from everstep_bench.harness.session import Session
-from everstep_bench.harness.turns import Turns
+from everstep_bench.harness.session import Session, Turns
 from everstep_bench.options import FrequencyOptions, StepOptions, Training
-from everstep_bench.step import ours, rounds, run
-from everstep_bench.step.arms import StepArm, TorchSave
+from everstep_bench.step import arms, rounds, run
+from everstep_bench.step.arms import Ours, Setting, StepArm, TorchSave, missing, probed
 from everstep_bench.step.child import ChildOrder
 from everstep_bench.step.frequency import run_frequency
 from everstep_bench.step.kills import Kills
-from everstep_bench.step.ours import Ours, missing
 from everstep_bench.step.rounds import Row
-from everstep_bench.step.settings import Setting, probed
 from tests.support.displays import Silent
 from tests.support.stalls import MACHINE, invoke
 
@@ -335,13 +332,13 @@ def test_an_arm_copies_its_bases_to_tiers(tmp_path: Path, monkeypatch: pytest.Mo
     for place in places:
         place.mkdir()
     copied: list[int] = []
-    emptied = ours._empty
+    emptied = arms._empty
 
     def empty(place: str, seams: Any) -> None:
         copied.append(len(list(Path(place).rglob("manifest.json"))))
         emptied(place, seams)
 
-    monkeypatch.setattr(ours, "_empty", empty)
+    monkeypatch.setattr(arms, "_empty", empty)
     options = FrequencyOptions(
         params=100_000, batch=1, repeats=1, every_max=1, within=0.999, folder=tmp_path,
         arms=("torch.save", "lazy"), tiers=tuple(map(str, places)),

@@ -19,13 +19,15 @@ from everstep_bench.cli import bench
 from everstep_bench.options import TiersOptions
 from everstep_bench.tiers import run
 from everstep_bench.tiers.child import RankOrder
-from everstep_bench.tiers.report import Occupied, TiersReport, Trained
-from everstep_bench.tiers.sampling import (
+from everstep_bench.tiers.run import (
     COPIES,
     DISK,
     MEMORY,
     PEER,
+    Occupied,
     Sampler,
+    TiersReport,
+    Trained,
     above,
     files_bytes,
     memory_bytes,

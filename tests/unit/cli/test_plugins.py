@@ -10,8 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 import everstep_bench
-from everstep import __version__
-from everstep.cli import plugins
+from everstep import __version__, cli
 from everstep.cli.common.errors import EverstepGroup, ExitCode
 
 
@@ -23,13 +22,13 @@ def app_with(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> typer.Typ
     def ls() -> None:
         typer.echo("own")
 
-    monkeypatch.setattr(plugins, "entry_points", lambda group: list(entries))
-    plugins.add_plugged_in(app)
+    monkeypatch.setattr(cli, "entry_points", lambda group: list(entries))
+    cli._add_plugged_in(app)
     return app
 
 
 def entry(name: str, value: str) -> EntryPoint:
-    return EntryPoint(name=name, value=value, group=plugins.GROUP)
+    return EntryPoint(name=name, value=value, group="everstep.commands")
 
 
 def greet(name: str = "you") -> None:

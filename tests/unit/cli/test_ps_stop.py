@@ -31,7 +31,7 @@ from tests.support.logged import document, invoke
 
 # The package offers functions of these names.
 ps_module: Any = importlib.import_module("everstep.cli.ps")
-stop_module: Any = importlib.import_module("everstep.cli.stop")
+stop_module: Any = importlib.import_module("everstep.cli.ps")
 
 
 @pytest.fixture(autouse=True)

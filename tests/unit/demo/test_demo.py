@@ -37,10 +37,19 @@ from everstep.demo.plan import (
     keeper_of,
     planned_kills,
 )
-from everstep.demo.report import DemoReport, KillReport, Survey, final_base, survey
+from everstep.demo.report import (
+    DemoReport,
+    KillReport,
+    StoredEntry,
+    Survey,
+    broken_promises,
+    compare_entries,
+    final_base,
+    read_base,
+    survey,
+)
 from everstep.demo.show import Position, introduce, present
 from everstep.demo.supervisor import CHILD_COMMAND, Child, DemoError, run_demo
-from everstep.demo.verdict import StoredEntry, broken_promises, compare_entries, read_base
 from everstep.errors import FormatError, KeeperError, OptionError, RecoveryError
 from everstep.workloads import Training
 from everstep.workloads.comparison import (
@@ -49,8 +58,8 @@ from everstep.workloads.comparison import (
     JournalWriter,
     compare_fingerprints,
     compare_losses,
+    fingerprint,
 )
-from everstep.workloads.fingerprint import fingerprint
 from tests.support.leftovers import MARK, processes_marked
 from tests.support.trainers import start_trainer
 
@@ -172,7 +181,6 @@ class TestPlan:
             ({"every": 0}, "at least one step"),
             ({"method": "asink"}, "no method 'asink'"),
             ({"seed": -1}, "seed must be"),
-            ({"keep": 0}, "a whole number of bases, from 1"),
         ],
     )
     def test_what_cannot_work_is_refused(self, options: dict[str, int], words: str) -> None:
@@ -866,7 +874,6 @@ class TestSupervisor:
             "method": "sync",
             "keeper": "thread",
             "every": None,
-            "keep": 1,
             "failpoint": None,
             "fails_at": None,
         }

@@ -29,7 +29,7 @@ from everstep.workloads import (
     stdlib_text,
     training_of,
 )
-from everstep.workloads.fingerprint import fingerprint
+from everstep.workloads.comparison import fingerprint
 from everstep.workloads.processes import interruptible
 
 TINY = GPTConfig(layers=1, width=16, heads=2, context=8)

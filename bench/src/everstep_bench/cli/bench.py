@@ -31,4 +31,4 @@ add_verb(app, "convergence", options.ConvergenceOptions, "convergence:run_conver
 add_verb(app, "lossy-recovery", options.LossyOptions, "lossy:run_lossy")
 add_verb(app, "multistep", options.MultistepOptions, "multistep.run:run_multistep")
 add_verb(app, "tiers", options.TiersOptions, "tiers.run:run_tiers")
-add_verb(app, "crash-interval", options.CrashOptions, "crash.run:run_crash")
+add_verb(app, "crash-interval", options.CrashOptions, "crash:run_crash")

@@ -12,7 +12,7 @@ import typer
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.output import console
-from everstep.cli.common.paths import checked_path
+from everstep.cli.common.runs import checked_path
 from everstep_bench.harness.options import Options, declared, from_words
 
 _Options = TypeVar("_Options", bound="Options")

@@ -6,7 +6,7 @@ import typer
 
 from everstep.cli.common.errors import ExitCode, emit
 from everstep.cli.common.output import console
-from everstep.cli.common.paths import absolute
+from everstep.cli.common.runs import absolute
 from everstep_bench.cli.commands import JSON, as_command
 from everstep_bench.drill.plan import DrillPlan
 
@@ -14,7 +14,7 @@ from everstep_bench.drill.plan import DrillPlan
 def _run(plan: DrillPlan, *, json_output: bool) -> None:
     from everstep.tiers.durable_files import storage_errors
     from everstep_bench.drill.run import run_drill
-    from everstep_bench.drill.show import progress_display
+    from everstep_bench.harness.display import progress_display
 
     try:
         with (

@@ -7,22 +7,16 @@ the job is started again with empty hosts in place of the dead ones, calls ``res
 to the end. What every rank ends with must be, bit for bit, what it ends with in a run that nobody
 disturbed. What it cost is printed as TierCheck's Table 3 has it (section 5.2, Exp. 4).
 
-What each arm has to come back from is in :mod:`everstep_bench.drill.arms`.
+What each arm has to come back from is in :mod:`everstep_bench.drill.plan`.
 
-``arms``       ways to be recoverable, as a table: a line each
-``plan``       what is trained, and what is killed when: validated once
-``network``    network namespaces with links of a stated rate, or process groups on loopback
+``plan``       ways to be recoverable, a line each; what is trained and killed: validated once
+``network``    network namespaces with links of a stated rate, or process groups on loopback; a
+               real object store behind links, as the durable tier
 ``processes``  processes that belong to a host: found by a mark, ended by their ids
-``store``      a real object store behind links, as the durable tier
 ``hosts``      a host: disk, memory of its keeper, and its death
 ``child``      the training process (``python -m everstep_bench.drill.child``, under torchrun)
 ``job``        one start of the job: an agent on every host, followed through journals
-``scenario``   one arm and one kill: train, kill, replace, resume, compare
-``report``     the outcome as plain data, and TierCheck's figures
-``show``       bar, lines, table, JSON
-``run``        all kills and arms, and the clean-up
+``report``     the outcome as plain data, and TierCheck's figures; progress
+``run``        one arm and one kill: train, kill, replace, resume, compare; all of them, and the
+               clean-up
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -34,8 +34,7 @@ from everstep.workloads import (
     make_deterministic,
     training_of,
 )
-from everstep.workloads.comparison import JournalWriter
-from everstep.workloads.fingerprint import fingerprint
+from everstep.workloads.comparison import JournalWriter, fingerprint
 
 _EXIT_LOST = 71
 _LINGER_S = 120.0  # longer than any restart takes

@@ -10,7 +10,7 @@ from pathlib import Path
 from everstep.seams.processes.processes import RUNTIME_DIR_VARIABLE
 from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX
 from everstep.workloads.processes import training_environment
-from everstep_bench.drill.network import Network
+from everstep_bench.drill.network import Network, Store
 from everstep_bench.drill.processes import (
     MARK,
     DrillError,
@@ -19,7 +19,6 @@ from everstep_bench.drill.processes import (
     find_marked,
     mark_of,
 )
-from everstep_bench.drill.store import Store
 
 _KEEPER_SOCKET = f"k/{'0' * 16}.sock"
 _SHARED = "durable"

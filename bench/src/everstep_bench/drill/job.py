@@ -15,9 +15,8 @@ from typing import Any
 
 from everstep.seams.processes.processes import PidWatch
 from everstep.workloads.comparison import Event, JournalReader
-from everstep_bench.drill.arms import ARMS, Arm, Consumes
 from everstep_bench.drill.hosts import Hosts
-from everstep_bench.drill.plan import DrillPlan
+from everstep_bench.drill.plan import ARMS, Arm, Consumes, DrillPlan
 from everstep_bench.drill.processes import DrillError
 
 CHILD: tuple[str, ...] = ("-m", "everstep_bench.drill.child")

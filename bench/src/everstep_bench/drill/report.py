@@ -12,15 +12,14 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.text import Text
 
 from everstep.workloads.comparison import Difference
-from everstep_bench.drill.arms import ARMS, OTHERS, OURS
-from everstep_bench.drill.plan import DrillPlan, Kill
-from everstep_bench.harness.figures import plain
+from everstep_bench.drill.plan import ARMS, OTHERS, OURS, DrillPlan, Kill
+from everstep_bench.harness.figures import picked, plain
 from everstep_bench.harness.report import Findings, Table, number
 
 _DIFFERENCES_KEPT = 50
@@ -148,11 +147,13 @@ class Outcome:
         found: dict[str, Any] = {"arm": self.arm, "kill": self.kill, "refused": self.refused}
         if not self.ran:
             return found
-        names = ("dead_hosts detect_s launch_s restore_s step_s rollback_s rerun_s total_s sources "
-                 "size_bytes evidence skipped same").split()  # fmt: skip
+        names = (
+            "dead_hosts detect_s launch_s restore_s step_s rollback_s rerun_s total_s sources "
+            "size_bytes evidence skipped same"
+        )
         return {
             **found,
-            **{name: plain(getattr(self, name)) for name in names},
+            **plain(picked(self, names)),
             **{key: getattr(self, name) for key, name in _KEYS.items()},
             "loss_undisturbed": self.losses[0],
             "loss": self.losses[1],
@@ -209,8 +210,7 @@ class Ratio:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data."""
-        names = ("kill", "ours", "ours_s", "times", "asked", "met")
-        found = {name: getattr(self, name) for name in names}
+        found = picked(self, "kill ours ours_s times asked met")
         return {**found, "best_other": self.best, "best_other_s": self.best_s}
 
 
@@ -333,11 +333,11 @@ class DrillReport(Findings):
     def figures(self) -> dict[str, Any]:
         """Return everything as plain data."""
         plan = self.plan
-        names = ("hosts parallel batch steps every victim seed timeout_s store host_bytes").split()
+        names = "hosts parallel batch steps every victim seed timeout_s store host_bytes"
         keys = ("step_s", "loss_first", "loss_last")
         return {
-            **{name: getattr(plan, name) for name in names},
-            **{name: getattr(self, name) for name in ("same", "emulation", "network", "met")},
+            **picked(plan, names),
+            **picked(self, "same emulation network met outcomes ratios machine seconds"),
             "params": plan.model.params,
             "intervals": {arm: plan.every_of(arm) for arm in plan.arms},
             "kill_after_step": plan.at_step,
@@ -348,16 +348,12 @@ class DrillReport(Findings):
             "link_bits_per_s": plan.link,
             "store_bits_per_s": None if plan.store == "folder" else plan.store_bits_per_s,
             "restore_steps": None if self.scale is None else self.scale[0],
-            "ratios": self.ratios,
             "undisturbed_step_s": self.step_s,
             "loss_first": self.losses[0],
             "loss_last": self.losses[1],
             "undisturbed_others": {
                 name: dict(zip(keys, found, strict=True)) for name, found in self.others.items()
             },
-            "outcomes": self.outcomes,
-            "machine": self.machine,
-            "seconds": self.seconds,
         }
 
     def _scale(self) -> Iterator[str]:
@@ -401,3 +397,31 @@ def of_arms(plan: DrillPlan, figure: Callable[[str], int]) -> str:
     if len(set(found.values())) == 1:
         return str(found.popitem()[1])
     return ", ".join(f"{value} ({arm})" for arm, value in found.items())
+
+
+class Display(Protocol):
+    """Receiver of the progress of a drill."""
+
+    def event(self, text: str) -> None:
+        """Something happened that is worth a line."""
+        ...
+
+    def progress(self, name: str, step: int) -> None:
+        """Show the position of the start of this name; called often."""
+        ...
+
+
+def introduce(plan: DrillPlan, network: str) -> list[str]:
+    """Return the lines that announce the plan."""
+    when = f"after step {of_arms(plan, plan.kill_step)}"
+    if plan.into:
+        when = f"{plan.into:g} of a step {when}"
+    if plan.at_point is not None:
+        when = f"at {plan.at_point} in the base of step {plan.at_step}"
+    return [
+        f"{plan.hosts} hosts: {network}",
+        f"a GPT of {plan.model.params:,} parameters under {plan.parallel}, {plan.steps} steps, a "
+        f"base every {of_arms(plan, plan.every_of)}; killed {when}; seed {plan.seed}",
+        f"arms {', '.join(plan.arms)}; kills {', '.join(plan.kills)}; first a run that nobody "
+        "disturbs",
+    ]

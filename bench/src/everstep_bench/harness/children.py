@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
+
+import msgspec
 
 import everstep
 from everstep.errors import DeadlineError, EverstepError
-from everstep_bench.harness.figures import plain
 
 TIMEOUT_S = 600.0
 """A save, or an answer, that takes longer has failed."""
@@ -44,25 +45,17 @@ class Order:
 
     def encode(self) -> str:
         """As an argument."""
-        return json.dumps(plain(self))
+        return msgspec.json.encode(self, enc_hook=str).decode()
 
     @classmethod
     def decode(cls: type[_Order], text: str) -> _Order:
         """From an argument."""
-        found: _Order = _made(cls, json.loads(text))
-        return found
+        return msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
 
     @property
     def is_orphaned(self) -> bool:
         """Return True if the process that gave the order has ended."""
         return os.getppid() != self.parent
-
-
-def _made(kind: Any, value: Any) -> Any:
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: _made(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
-    return tuple(value) if isinstance(value, list) else value
 
 
 def say(event: str, **fields: Any) -> None:

@@ -80,6 +80,11 @@ class Row(Generic[_Block]):
         return Spread.of([figure(self.blocks[number], others[number]) for number in both])
 
 
+def picked(source: object, names: str) -> dict[str, Any]:
+    """Return some attributes by name; ``names`` has them with spaces between."""
+    return {name: getattr(source, name) for name in names.split()}
+
+
 def plain(value: Any) -> Any:
     """Return dataclasses, spreads, paths and containers as plain data."""
     if hasattr(value, "as_json"):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from everstep.config.given import nearest
+from everstep.config.given import did_you_mean
 from everstep.errors import OptionError
 
 _Options = TypeVar("_Options", bound="Options")
@@ -62,10 +62,9 @@ class Declared:
 
     def _check_one(self, name: str, value: Any) -> None:
         if self.choices and value not in self.choices:
-            guess = nearest(str(value), self.choices)
             raise OptionError(
                 f"{name}: no {value!r}; there are: {', '.join(self.choices)}",
-                hint=f"did you mean {guess!r}?" if guess else None,
+                hint=did_you_mean(str(value), self.choices),
             )
         if self.least is not None and not value >= self.least:
             raise OptionError(f"{name} {value}: at least {self.least:,}", hint=self.hint)

@@ -1,12 +1,15 @@
-"""The outcome of a bench, for people and as one JSON document.
+"""The outcome of a bench, for people and as one JSON document; pictures, where matplotlib is.
 
 Labels (emulated links, a missing core) belong to every figure: they stand in every title.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +17,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from everstep.cli.common.output import table
+from everstep.cli.plan.schedule import check_picture
+from everstep.errors import PermissionDeniedError
 from everstep_bench.harness.figures import Spread, Verdict, plain
 from everstep_bench.harness.machine import Machine
 
@@ -247,3 +252,29 @@ def range_of(found: Spread | None, digits: int = 1, scale: float = 1.0) -> str:
     if found is None:
         return ""
     return f"{scale * found.low:.{digits}f} - {scale * found.high:.{digits}f}"
+
+
+_DPI = 150
+
+
+@contextlib.contextmanager
+def drawn(
+    path: Path, title: str, inches: tuple[float, float], *, rows: int, columns: int = 1
+) -> Iterator[Any]:
+    """A picture of panels, saved at the end of the block; yields their axes, row by row.
+
+    Raises:
+        UnavailableError: matplotlib is missing.
+        PermissionDeniedError: it cannot be written.
+    """
+    check_picture(path)
+    agg: Any = importlib.import_module("matplotlib.backends.backend_agg")
+    figures: Any = importlib.import_module("matplotlib.figure")
+    figure = figures.Figure(figsize=inches, dpi=_DPI, layout="constrained")
+    agg.FigureCanvasAgg(figure)  # no window, whatever the user has configured
+    yield figure.subplots(rows, columns, sharex=True, squeeze=False).flatten()
+    figure.suptitle(title, fontsize="small")
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise PermissionDeniedError(f"cannot write {path}: {error.strerror}", path=path) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from everstep.checkpointer import Checkpointer
 from everstep.errors import KeeperTimeoutError
-from everstep.link.registry import list_keepers
+from everstep.link.registry import kill_keeper, list_keepers
 from everstep.link.save import Save
 from everstep.seams.processes.processes import process_ended
 from everstep.testing import inspect
@@ -24,6 +24,17 @@ def keepers_of(run: Path) -> list[int]:
     return [info.pid for info in list_keepers() if info.run == name]
 
 
+def kill_keepers(run: Path) -> None:
+    """Kill the keepers of a run folder, and with them the bases in their memory.
+
+    Raises:
+        KeeperTimeoutError: one goes on.
+    """
+    for info in list_keepers():
+        if info.run == str(run.resolve()) and kill_keeper(info):
+            _await_end(info.pid, str(run))
+
+
 def close_run(checkpointer: Checkpointer, keepers: list[int], name: str) -> None:
     """Closes the run, and waits until its keepers have ended: they may still be clearing up.
 
@@ -33,8 +44,12 @@ def close_run(checkpointer: Checkpointer, keepers: list[int], name: str) -> None
     with quiet():
         checkpointer.close()
     for pid in keepers:
-        if not process_ended(pid, LINGER_S):
-            raise KeeperTimeoutError(f"the keeper (process {pid}) of {name} goes on")
+        _await_end(pid, name)
+
+
+def _await_end(pid: int, name: str) -> None:
+    if not process_ended(pid, LINGER_S):
+        raise KeeperTimeoutError(f"the keeper (process {pid}) of {name} goes on")
 
 
 def take_due(checkpointer: Checkpointer) -> Save:

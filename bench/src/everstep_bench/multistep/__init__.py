@@ -6,15 +6,7 @@ whole state. For each number of parts it is measured how long training is held u
 compared with what :mod:`everstep.plan.multistep` says, fed with nothing but the link's bandwidth,
 bytes, and the lengths of steps in which nothing was saved.
 
-``options``   what is measured
 ``training``  steps of a given length, gradients of a given share
-``saves``     one Checkpointer, and saves of it
-``figures``   measured and modelled, side by side
-``run``       all of it
-``report``    the outcome: targets, plain data
-``show``      tables
+``run``       one Checkpointer, and saves of it; all of them
+``report``    measured and modelled, side by side; targets, tables
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,24 +28,16 @@ _FORWARD = 1 / 3  # of a step without its update
 _CALIBRATE = 5
 
 
-class TimedStep(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Lengths:
     """Seconds of the parts of a step; hooks of others belong to the update."""
 
     forward_s: float
     backward_s: float
     update_s: float
 
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Seconds of the parts of a step in which nothing is saved."""
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-
     @classmethod
-    def of(cls, steps: list[TimedStep]) -> Lengths:
+    def of(cls, steps: list[Lengths]) -> Lengths:
         """In the middle."""
         return cls(
             statistics.median(step.forward_s for step in steps),
@@ -119,7 +111,7 @@ class TimedTraining:
         """For a Checkpointer."""
         return {"model": self._module, "optimizer": self._optimizer}
 
-    def step(self) -> TimedStep:
+    def step(self) -> Lengths:
         """Forward, backward, update."""
         begin_s = time.monotonic()
         loss = torch.stack([torch.dot(weight, self._inputs) for weight in self._trained]).sum()
@@ -131,7 +123,7 @@ class TimedTraining:
         self._optimizer.step()
         self._optimizer.zero_grad()
         end_s = time.monotonic()
-        return TimedStep(forward_s - begin_s, backward_s - forward_s, end_s - backward_s)
+        return Lengths(forward_s - begin_s, backward_s - forward_s, end_s - backward_s)
 
     def _compute(self, seconds: float) -> None:
         """Multiplies matrices for so long."""

@@ -19,8 +19,7 @@ from everstep.errors import StorageError
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.processes.threads import IoThreads
 from everstep_bench.harness.figures import Role
-from everstep_bench.harness.gauges import Sample, now
-from everstep_bench.harness.machine import drop_cache
+from everstep_bench.harness.machine import Sample, drop_cache, now
 from everstep_bench.persist.arms import Arm, Column
 
 THREADS = (1, 2, 4, 8)

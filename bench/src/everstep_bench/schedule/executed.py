@@ -12,7 +12,6 @@ leaves that away: then copies and training share the processor, and its noise. t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import statistics
@@ -35,6 +34,7 @@ from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.schedule.scheduler import ScheduleStats
 from everstep.workloads.processes import interruptible
 from everstep_bench.harness.display import Display
+from everstep_bench.harness.loop import flatten, seeded_single_thread
 from everstep_bench.harness.machine import workspace
 from everstep_bench.harness.report import Findings, Table, mb, ms, number
 
@@ -172,23 +172,13 @@ def run_executed(options: ExecutedOptions, display: Display) -> ExecutedReport:
     """Trains behind each link, with updates in each order."""
     rows = []
     display.begin("executed plans", len(_ORDERS) * len(_FACTORS))
-    with interruptible(), workspace(options.folder) as folder, _one_thread():
+    with interruptible(), workspace(options.folder) as folder:
         for order in _ORDERS:
             for factor in _FACTORS:
                 display.advance(f"updates {order} backward, a link of {factor:g} times the needed")
-                run = folder / f"{order}-{factor}"
-                rows.append(_row(run, options, order, factor))
+                with seeded_single_thread(options.seed):
+                    rows.append(_row(folder / f"{order}-{factor}", options, order, factor))
     return ExecutedReport(options, tuple(rows))
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Pace(torch.autograd.Function):
@@ -197,7 +187,7 @@ class _Pace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, end_s: float, layer_s: float) -> Tensor:
         ctx.layer_s = layer_s
-        _sleep_until(end_s)
+        time.sleep(max(0.0, end_s - time.perf_counter()))
         return x.view_as(x)
 
     @staticmethod
@@ -224,7 +214,6 @@ class _Training:
     """A model, and optimizers of it."""
 
     def __init__(self, options: ExecutedOptions, order: str) -> None:
-        torch.manual_seed(options.seed)
         layer_s = 0.0 if options.compute else options.layer_s
         self._model = nn.Sequential(
             *(_Layer(options.width, layer_s) for _ in range(options.layers))
@@ -260,8 +249,8 @@ def _row(run: Path, options: ExecutedOptions, order: str, factor: float) -> Exec
     training = _Training(options, order)
     training.step()
     alone_s = statistics.median(_timed(training, None) for _ in range(_ALONE_STEPS))
-    parts = training.state.values()
-    size_bytes = sum(t.nbytes for t in _tensors_of([part.state_dict() for part in parts]))
+    state = {name: part.state_dict() for name, part in training.state.items()}
+    size_bytes = sum(tensor.nbytes for tensor in flatten(state).values())
     link = factor * size_bytes / alone_s
     seams = Seams(lane=lambda: EmulatedLink(link))
     with Checkpointer(
@@ -351,20 +340,3 @@ def _contents(held: HeldBase) -> Iterator[tuple[str, bytes]]:
             file.read_into(memoryview(data), header.room_bytes + place.begin)
             yield place.entry.name, bytes(data)
     opened.close()
-
-
-def _tensors_of(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors_of(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors_of(part)
-
-
-def _sleep_until(end_s: float) -> None:
-    left_s = end_s - time.perf_counter()
-    if left_s > 0:
-        time.sleep(left_s)

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,14 +47,10 @@ class Dcp(SavingArm):
         """Makes the stager, where it is to be kept."""
         if self.name == "dcp":
             return
-        device = torch.accelerator.is_available()  # pinned memory and streams need one
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=device,
-                use_shared_memory=self.name == "dcp-process",
-                use_async_staging=self.name == "dcp-overlap",
-                use_non_blocking_copy=device,
-            )
+        self._stager = stager(
+            device=torch.accelerator.is_available(),  # pinned memory and streams need one
+            shared=self.name == "dcp-process",
+            overlaps=self.name == "dcp-overlap",
         )
         if self.name == "dcp-overlap":
             self._hook = self._loop.training.optimizer.register_step_pre_hook(self._gate)
@@ -115,6 +112,24 @@ class Dcp(SavingArm):
             self._stalls["gate"] += time.monotonic() - begin_s
 
 
+def stager(*, device: bool = False, shared: bool = False, overlaps: bool = False) -> DefaultStager:
+    """Return a stager for all saves.
+
+    Args:
+        device: the state is on one.
+        shared: copies go to shared memory.
+        overlaps: copies are made in a thread.
+    """
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=device,
+            use_shared_memory=shared,
+            use_async_staging=overlaps,
+            use_non_blocking_copy=device,
+        )
+    )
+
+
 @contextlib.contextmanager
 def _muted() -> Iterator[None]:
     """Processes that are started here have no standard error; this one has it back afterwards."""
@@ -135,11 +150,8 @@ def single_rank_group(folder: Path) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    names = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
     store = torch._C._distributed_c10d.FileStore(str(folder / "group"), 1)
-    try:
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1"):
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             with warnings.catch_warnings():
@@ -147,9 +159,3 @@ def single_rank_group(folder: Path) -> Iterator[None]:
                 yield
         finally:
             dist.destroy_process_group()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

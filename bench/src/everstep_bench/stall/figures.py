@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from everstep_bench.harness import figures
 from everstep_bench.harness.figures import Spread
 from everstep_bench.harness.loop import Step
-from everstep_bench.stall.recording import Copied
+from everstep_bench.stall.arms import Copied
 
 
 @dataclass(frozen=True, slots=True)

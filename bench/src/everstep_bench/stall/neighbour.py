@@ -6,11 +6,10 @@ this machine takes from training for that, whoever does it.
 
 from __future__ import annotations
 
+import functools
 import sys
-import threading
 from typing import IO
 
-from everstep.errors import EverstepError
 from everstep_bench.harness.children import Child, say
 from everstep_bench.harness.figures import Role
 from everstep_bench.harness.placement import Placement
@@ -46,20 +45,10 @@ class Neighbour(Arm):
 
     def save(self) -> Pending:
         """Let it work."""
-        child = self._child
-        assert child is not None
+        assert self._child is not None
         pending = Pending()
-
-        def wait() -> None:
-            try:
-                child.next("done")
-            except EverstepError as error:
-                pending.finish(error)
-            else:
-                pending.finish()
-
-        child.tell()
-        threading.Thread(target=wait, name="everstep-neighbour", daemon=True).start()
+        self._child.tell()
+        pending.finish_after(functools.partial(self._child.next, "done"), "everstep-neighbour")
         return pending
 
     def processes(self) -> list[int]:

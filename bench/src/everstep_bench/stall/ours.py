@@ -18,8 +18,7 @@ from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.placement import Placement
 from everstep_bench.harness.running import LINGER_S, close_run, keepers_of, quiet, take_due
 from everstep_bench.options import WAYS, StallOptions
-from everstep_bench.stall.arms import CAUSES, Arm, Pending
-from everstep_bench.stall.recording import Copied, Copies, recorded
+from everstep_bench.stall.arms import CAUSES, Arm, Copied, Copies, Pending, recorded
 
 _COPIES = 2  # the last durable one stays until a newer one is captured
 _SLACK_BYTES = 64 << 20

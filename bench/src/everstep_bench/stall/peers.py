@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import importlib.util
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -156,17 +155,7 @@ class TorchSnapshot(SavingArm):
 
     def watch(self, pending: Pending) -> None:
         """It has no future: a thread waits."""
-        snapshot = self._snapshot
-
-        def wait() -> None:
-            try:
-                snapshot.wait()
-            except BaseException as error:
-                pending.finish(error)
-            else:
-                pending.finish()
-
-        threading.Thread(target=wait, name="bench-torchsnapshot", daemon=True).start()
+        pending.finish_after(self._snapshot.wait, "bench-torchsnapshot")
 
 
 class TorchCheckpointing(SavingArm):

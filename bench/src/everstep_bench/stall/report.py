@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from everstep_bench.harness.figures import Spread, Verdict, at_most
+from everstep_bench.harness.figures import Spread, Verdict, at_most, picked
 from everstep_bench.harness.report import (
     Report,
     Table,
@@ -144,8 +144,7 @@ class StallReport(Report):
         """Return everything, every block included."""
         options = self.options
         return {
-            "device": options.device,
-            "dtype": options.dtype,
+            **picked(options, "device dtype"),
             "emulated_link_bytes_per_s": options.link_bytes_per_s,
             "intervals": [
                 {
@@ -240,10 +239,7 @@ class StallReport(Report):
 
     def _row_as_json(self, interval: Interval, row: Row) -> dict[str, Any]:
         return {
-            "name": row.name,
-            "role": row.role,
-            "detail": row.detail,
-            "error": row.error,
+            **picked(row, "name role detail error"),
             **interval.figures_of(row, self.facts.size_bytes),
             "blocks": [
                 _block_as_json(interval, number, block)
@@ -254,14 +250,16 @@ class StallReport(Report):
 
 def _block_as_json(interval: Interval, number: int, block: Block) -> dict[str, Any]:
     ideal = interval.ideals.get(number)
-    names = ("wall_s stall_s device_s durable_s sync_s after_s persist_s trainer_cpu_s "
-             "helper_cpu_s others_cores").split()  # fmt: skip
+    names = (
+        "wall_s stall_s device_s durable_s sync_s after_s persist_s trainer_cpu_s helper_cpu_s "
+        "others_cores"
+    )
     return {
         "round": number,
         "steps": len(block.steps),
         "ideal_step_s": None if ideal is None else ideal.step_s,
         "stall_by_cause_s": {**block.causes, "other": block.other_s},
-        **{name: getattr(block, name) for name in names},
+        **picked(block, names),
         "copied_bytes": {
             "state": sum(c.size_bytes for c in block.copies if not c.gradients),
             "gradients": sum(c.size_bytes for c in block.copies if c.gradients),

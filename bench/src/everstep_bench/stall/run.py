@@ -13,10 +13,9 @@ from pathlib import Path
 
 from everstep.errors import DeadlineError
 from everstep_bench.harness.children import TIMEOUT_S
-from everstep_bench.harness.device import PinnedLink
 from everstep_bench.harness.display import Display
-from everstep_bench.harness.gauges import busy_s, cpu_s
-from everstep_bench.harness.loop import Loop, Step
+from everstep_bench.harness.loop import Loop, PinnedLink, Step
+from everstep_bench.harness.machine import busy_s, cpu_s
 from everstep_bench.harness.placement import Placement, descendants
 from everstep_bench.harness.session import Session, session
 from everstep_bench.options import IDEAL, NEIGHBOUR, StallOptions

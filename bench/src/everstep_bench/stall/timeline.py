@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from everstep.errors import UnavailableError
 from everstep_bench.harness.loop import Span, Step
-from everstep_bench.harness.pictures import drawn
+from everstep_bench.harness.report import drawn
 from everstep_bench.stall.figures import Block, Interval, Row
 
 LANES = ("compute", "waits", "state", "gradients", "write")

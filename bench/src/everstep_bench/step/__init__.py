@@ -1,7 +1,6 @@
 """Benchmark: what it costs to be able to go back to every step, and what a kill costs then.
 
-``settings``   an arm, and what it is told: a row of a table
-``arms``       training alone, torch.save, DCP; ``ours``: everstep
+``arms``       an arm, and what it is told: training alone, torch.save, DCP, everstep
 ``rounds``     blocks of all arms in turns, and the arithmetic on them
 ``frequency``  the smallest interval within a slow-down
 ``kills``      training processes (``child``) that are killed, and what the next one gets back
@@ -9,7 +8,3 @@
 ``run``        all of it
 ``report``     targets, tables
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -1,4 +1,8 @@
-"""Arms: ways to be able to resume from any step; those without everstep."""
+"""Arms: ways to be able to resume from any step, and what each is told.
+
+Training alone, other libraries, and everstep by its public interface: bases each step, and logs
+between bases.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,112 @@ import contextlib
 import random
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import everstep
+from everstep.checkpointer import Checkpointer
 from everstep.compress import Compressor
+from everstep.config.options import KeeperOptions, LogOptions
+from everstep.seams import Seams
+from everstep.testing.emulated_link import EmulatedLink
+from everstep.tiers.options import is_url, open_tier
+from everstep_bench.harness.children import TIMEOUT_S
 from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.machine import sync_all, sync_file
 from everstep_bench.harness.placement import Placement
+from everstep_bench.harness.running import close_run, keepers_of
+from everstep_bench.options import COMPRESSED, NONE, STEP_ARMS, FrequencyOptions, StepOptions
 from everstep_bench.stall.arms import Pending
-from everstep_bench.step.settings import Setting
+
+_USES = {
+    COMPRESSED: {"ratio"},
+    "logged": {"every"},
+    "lowdiff": {"ratio", "batch_steps", "every"},
+    "lowdiff_plus": {"every"},
+}
+_OTHERS = (NONE, COMPRESSED, "torch.save")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An arm, and what it is told: one row of a table.
+
+    Attributes:
+        every: steps from one whole state that is saved to the next.
+        ratio: the share of a gradient's elements that is kept.
+        batch_steps: steps that are written to disk at a time.
+        block_steps: steps of a timed block.
+        tiers: places in which bases are copied, too; everstep's arms alone can.
+        link_bytes_per_s: of an emulated link of everstep's copies; None: there is none.
+        log_on_disk: a log is on disk, since no keeper outlives the failure.
+    """
+
+    arm: str
+    every: int
+    ratio: float = 1.0
+    batch_steps: int = 1
+    block_steps: int = 1
+    tiers: tuple[str, ...] = ()
+    link_bytes_per_s: float | None = None
+    log_on_disk: bool = False
+
+    @property
+    def compresses(self) -> bool:
+        """True if training consumes compressed gradients."""
+        return self.arm in (COMPRESSED, "lowdiff")
+
+    @property
+    def is_reference(self) -> bool:
+        """True if nothing is saved."""
+        return self.arm in (NONE, COMPRESSED)
+
+    def words(self, usual: Setting) -> str:
+        """Return the arm, and what it is told otherwise than in its ``usual`` setting."""
+        found = [self.arm]
+        if self.ratio != usual.ratio:
+            found.append(f"ratio {self.ratio:g}")
+        if self.batch_steps != usual.batch_steps:
+            found.append(f"batch {self.batch_steps}")
+        if self.every != usual.every:
+            found.append(f"every {self.every}")
+        return " ".join(found)
+
+
+def usual(options: StepOptions, arm: str) -> Setting:
+    """Return the default setting of an arm."""
+    every = options.every[0] if "every" in _USES.get(arm, ()) else 1
+    return Setting(arm, every, options.ratio[0], options.batch_steps[0], options.every[0])
+
+
+def settings(options: StepOptions) -> list[Setting]:
+    """Return all settings, each once, in the order of arms; references first."""
+    chosen = {NONE, *(STEP_ARMS if options.arms is None else options.arms)}
+    if "lowdiff" in chosen:
+        chosen.add(COMPRESSED)
+    found: dict[Setting, None] = {}
+    for arm in (name for name in STEP_ARMS if name in chosen):
+        own = usual(options, arm)
+        uses = _USES.get(arm, ())
+        found[own] = None
+        if "ratio" in uses:
+            found |= dict.fromkeys(replace(own, ratio=ratio) for ratio in options.ratio)
+        if "batch_steps" in uses:
+            found |= dict.fromkeys(replace(own, batch_steps=n) for n in options.batch_steps)
+        if "every" in uses:
+            found |= dict.fromkeys(replace(own, every=n, block_steps=n) for n in options.every)
+    return list(found)
+
+
+def probed(options: FrequencyOptions, arm: str, every: int, block_steps: int) -> Setting:
+    """Return an arm with this interval."""
+    tiers = () if arm in _OTHERS else options.tiers
+    return Setting(arm, every, options.ratio, options.batch_steps, block_steps, tiers)
+
 
 _WARM_UP_STEPS = 4  # from then on memory is touched, and files are recycled
 _METADATA = ".metadata"  # DCP writes it last
@@ -229,21 +326,12 @@ class DcpWarm(_Saver):
 
     def open(self) -> None:
         """Make a process group of one, and a stager."""
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        from everstep_bench.stall.dcp import single_rank_group
+        from everstep_bench.stall.dcp import single_rank_group, stager
 
         super().open()
         group = Path(tempfile.mkdtemp(prefix="group-", dir=self._folder))  # not a killed one's
         self._stack.enter_context(single_rank_group(group))
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        self._stager = stager()
         self._stack.callback(self._stager.close)
 
     def save(self, path: Path) -> None:
@@ -305,3 +393,135 @@ def _set_generators(saved: dict[str, Any]) -> None:
     random.setstate(saved["python"])
     name, numbers, *rest = saved["numpy"]
     np.random.set_state((name, numbers.numpy().astype(np.uint32), *rest))
+
+
+LINGER_KILLED_S = 120.0
+"""A keeper waits so long for a trainer that takes the place of a killed one."""
+
+_WARM_BASES = 3  # two blocks of memory, and a recycled file
+_DETAILS = {
+    "sync": "training waits until bases are durable",
+    "async": "training waits for copies in host memory, which are written during training",
+    "checkfreq": "bases are copied during the next step, and written once they are whole",
+    "lazy": "bases are copied during the next step, and written while they arrive",
+    "gockpt": "bases are copied in parts over several steps; updates wait for gradients",
+    "gockpt_o": "the same; copies of gradients overlap the update and the next forward",
+    "logged": "dense gradients in memory, applied at recovery; bases in between",
+    "lowdiff": "compressed gradients on disk, {batch_steps} steps at a time; bases in between",
+    "lowdiff_plus": "dense gradients applied to the keeper's replica; bases written from there",
+}
+
+
+def missing(arm: str) -> str | None:
+    """Why this version has no such arm; None if it has."""
+    if arm in _DETAILS and arm not in everstep.presets:
+        return f'this version has no preset "{arm}"'
+    return None
+
+
+class Ours(StepArm):
+    """A method of everstep, by its preset's name, with a keeper process."""
+
+    def __init__(self, setting: Setting, loop: Loop, folder: Path, placement: Placement) -> None:
+        super().__init__(setting, loop, folder, placement)
+        arm = setting.arm
+        self.saves_each_step = setting.every == 1
+        words = _DETAILS[arm].format(batch_steps=setting.batch_steps)
+        self.detail = f'method="{arm}", every={setting.every}, keep=1: {words}'
+        if setting.tiers:
+            self.detail += f"; copies in {', '.join(setting.tiers)}"
+        if setting.compresses:
+            self.detail += f"; {self.compression}, without error feedback"
+        self._checkpointer: Checkpointer | None = None
+        # Of this block alone: a place holds one run, and is emptied after it.
+        name = f"{folder.parent.name}-{folder.name}"
+        self._places = [f"{place.rstrip('/')}/{name}" for place in setting.tiers]
+
+    def open(self) -> None:
+        """Begins, or goes on with, the run."""
+        super().open()
+        state: dict[str, Any] = self._loop.training.state()
+        if self._compressor is not None:
+            state["compressor"] = self._compressor
+        for place in self._places:
+            if not is_url(place):
+                Path(place).mkdir(exist_ok=True)
+        self._checkpointer = Checkpointer(
+            self._folder,
+            state,
+            method=self.setting.arm,
+            every=self.setting.every,
+            keep=1,
+            log=self.log(),
+            keeper=KeeperOptions(cores=self._placement.others, linger_s=LINGER_KILLED_S),
+            tiers=self._places,
+            seams=self.seams(),
+        )
+
+    def log(self) -> LogOptions | None:
+        """Return where its log is, if it has one."""
+        if everstep.presets[self.setting.arm].log == "none":
+            return None
+        if self._compressor is None and not self.setting.log_on_disk:
+            return LogOptions()
+        return LogOptions(to="disk", batch_steps=self.setting.batch_steps)
+
+    def seams(self) -> Seams:
+        """Return the seams of its Checkpointer, with the emulated link if there is one."""
+        speed = self.setting.link_bytes_per_s
+        return Seams() if speed is None else Seams(lane=lambda: EmulatedLink(speed))
+
+    def resume(self) -> Recovered:
+        """As a training script does."""
+        found = self._run.resume()
+        return Recovered(found.step, found.source, found.base_step, found.replayed, found.exact)
+
+    def warm_up(self) -> None:
+        """Bases until memory is touched and files are recycled, whatever the interval is."""
+        for _ in range(_WARM_BASES):
+            self._loop.step()
+            self.after_step()
+            self._run.save()
+            self.settle()
+
+    def after_step(self) -> None:
+        """As a training script does after each step."""
+        self._run.step()
+
+    def settle(self) -> None:
+        """Waits for what was taken, and for retention."""
+        self._run.wait(TIMEOUT_S)
+
+    def memory_bytes(self) -> int | None:
+        """Bases and records, as the engine counts them."""
+        stats = self._run.stats()
+        return stats.saves * self._loop.size_bytes + stats.log_bytes
+
+    def processes(self) -> list[int]:
+        """The keeper."""
+        return keepers_of(self._folder)
+
+    def close(self) -> None:
+        """Closes the run, waits until its keeper has ended, after the last copy, and removes its
+        copies."""
+        if self._checkpointer is not None:
+            closing = self._checkpointer
+            self._checkpointer = None
+            close_run(closing, self.processes(), self.setting.arm)
+        for place in self._places:
+            _empty(place, self.seams())
+        super().close()
+
+    @property
+    def _run(self) -> Checkpointer:
+        assert self._checkpointer is not None
+        return self._checkpointer
+
+
+def _empty(place: str, seams: Seams) -> None:
+    if not is_url(place):
+        shutil.rmtree(place, ignore_errors=True)
+        return
+    with contextlib.closing(open_tier(place, seams.filesystem, clock=seams.clock)) as tier:
+        for item in tier.walk():
+            tier.delete(item.name)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from everstep_bench.harness.children import EXIT_ORPHANED, Order, say
 from everstep_bench.options import Training
-from everstep_bench.step.settings import Setting
+from everstep_bench.step.arms import Setting
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     """
     order = ChildOrder.decode(arguments[0])
     from everstep.workloads import make_deterministic
-    from everstep.workloads.fingerprint import fingerprint
+    from everstep.workloads.comparison import fingerprint
     from everstep_bench.harness.loop import Loop
     from everstep_bench.harness.placement import Placement
     from everstep_bench.harness.running import quiet

@@ -18,10 +18,9 @@ from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.report import Report, Table, per_cent, range_of
 from everstep_bench.harness.session import session
 from everstep_bench.options import COMPRESSED, NONE, FrequencyOptions
-from everstep_bench.step.ours import missing
+from everstep_bench.step.arms import missing, probed
 from everstep_bench.step.rounds import Bench, Rows
 from everstep_bench.step.run import check_room
-from everstep_bench.step.settings import probed
 
 _BLOCK_STEPS_MIN = 8
 _LOGS = ("logged", "lowdiff", "lowdiff_plus")

@@ -16,10 +16,8 @@ from everstep_bench.harness.children import Child
 from everstep_bench.harness.display import Display
 from everstep_bench.harness.figures import Spread
 from everstep_bench.options import COMPRESSED, NONE, StepOptions
-from everstep_bench.step.arms import Recovered
+from everstep_bench.step.arms import Recovered, Setting, missing, settings, usual
 from everstep_bench.step.child import ChildOrder
-from everstep_bench.step.ours import missing
-from everstep_bench.step.settings import Setting, settings, usual
 
 _AFTER_STEPS = 2  # beyond the last kill: what is resumed has to train on as if nothing had been
 _BEGIN_STEPS = 2

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from everstep import Budget, Checkpointer, KeeperOptions, LogOptions, Method
+from everstep.workloads import make_deterministic
+from everstep.workloads.comparison import fingerprint
 from everstep_bench.harness.children import Order, say
+from everstep_bench.harness.loop import Loop
 from everstep_bench.options import Training
 
 _SAVED_S = 300.0
@@ -47,8 +53,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(order: RecoveryOrder) -> dict[str, Any]:
-    from everstep.workloads.fingerprint import fingerprint
-
     loop = _loop(order, order.options.seed)
     begin_s = time.monotonic()
     for _ in range(order.steps):
@@ -72,8 +76,6 @@ def _train(order: RecoveryOrder) -> dict[str, Any]:
 
 
 def _resume(order: RecoveryOrder) -> dict[str, Any]:
-    from everstep.workloads.fingerprint import fingerprint
-
     loop = _loop(order, order.options.seed + 1)
     ckpt = _checkpointer(order, loop)
     begin_s = time.monotonic()
@@ -93,12 +95,7 @@ def _resume(order: RecoveryOrder) -> dict[str, Any]:
     }
 
 
-def _loop(order: RecoveryOrder, seed: int) -> Any:
-    import torch
-
-    from everstep.workloads import make_deterministic
-    from everstep_bench.harness.loop import Loop
-
+def _loop(order: RecoveryOrder, seed: int) -> Loop:
     make_deterministic(seed)
     torch.set_num_threads(order.threads)
     loop = Loop(order.options)
@@ -107,9 +104,7 @@ def _loop(order: RecoveryOrder, seed: int) -> Any:
     return loop
 
 
-def _checkpointer(order: RecoveryOrder, loop: Any) -> Any:
-    from everstep import Budget, Checkpointer, KeeperOptions, LogOptions, Method
-
+def _checkpointer(order: RecoveryOrder, loop: Loop) -> Checkpointer:
     gradients_bytes = 4 * loop.training.model.config.params * (order.steps + 2)
     history = "all" if order.to == "disk" else "last"
     return Checkpointer(

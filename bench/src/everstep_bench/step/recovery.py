@@ -28,6 +28,7 @@ from everstep.replay.updates import Update
 from everstep.testing.keepers import end_keeper
 from everstep.workloads import GPT, gpt_of
 from everstep_bench.harness.children import Child
+from everstep_bench.harness.figures import picked
 from everstep_bench.options import Training
 from everstep_bench.step.recovered import RecoveryOrder
 
@@ -37,6 +38,15 @@ EVERSTEP = "everstep"
 
 _BLOCK_ELEMENTS = 256 * 1024
 _COPY_ELEMENTS = 64 << 20
+_HYPERPARAMETERS: dict[str, Any] = {
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "weight_decay": 1e-2,
+    "eps": 1e-8,
+    "amsgrad": False,
+    "maximize": False,
+}
 _STATE_BYTES = 24  # three float32 tensors, read and written; bfloat16, read
 _GRADIENT_BYTES = 2
 
@@ -212,7 +222,9 @@ class _Way:
                     for gradient in gradients:
                         wide = scratch[: part.stop - part.start].copy_(gradient[part])
                         step += 1
-                        _fused(parts[0], [wide], parts[1], parts[2], step)
+                        torch._fused_adamw_(
+                            parts[0], [wide], parts[1], parts[2], [], [step], **_HYPERPARAMETERS
+                        )
 
         def run() -> None:
             others = [threading.Thread(target=work) for _ in range(threads - 1)]
@@ -223,30 +235,6 @@ class _Way:
                 thread.join()
 
         return run
-
-
-def _fused(
-    parameters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    means: list[torch.Tensor],
-    squares: list[torch.Tensor],
-    step: torch.Tensor,
-) -> None:
-    torch._fused_adamw_(
-        parameters,
-        gradients,
-        means,
-        squares,
-        [],
-        [step],
-        amsgrad=False,
-        lr=1e-3,
-        beta1=0.9,
-        beta2=0.999,
-        weight_decay=1e-2,
-        eps=1e-8,
-        maximize=False,
-    )
 
 
 def _copy_s(threads: int) -> float:
@@ -325,12 +313,8 @@ class RecoveryFigures:
 
     def as_json(self) -> dict[str, Any]:
         """All figures as plain data."""
-        return {
-            **asdict(self),
-            "steps_per_s": self.steps_per_s,
-            "parameter_steps_per_s": self.parameter_steps_per_s,
-            "faster_than_training": self.faster_than_training,
-        }
+        derived = picked(self, "steps_per_s parameter_steps_per_s faster_than_training")
+        return asdict(self) | derived
 
 
 def measure_recovery(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from everstep_bench.harness.figures import Spread, Verdict, plain
+from everstep_bench.harness.figures import Spread, Verdict, picked, plain
 from everstep_bench.harness.report import (
     Report,
     Table,
@@ -18,10 +18,10 @@ from everstep_bench.harness.report import (
     range_of,
 )
 from everstep_bench.options import StepOptions
+from everstep_bench.step.arms import usual
 from everstep_bench.step.kills import Killed
 from everstep_bench.step.recovery import EVERSTEP, RecoveryFigures, ReplayFigures
 from everstep_bench.step.rounds import Row, Rows
-from everstep_bench.step.settings import usual
 
 _PARAMS_MIN = 50_000_000
 _SLOWER_MAX = {"lowdiff": 0.03, "lowdiff_plus": 0.09}
@@ -345,8 +345,7 @@ class StepReport(Report):
         return {
             "name": self.words(row),
             **asdict(row.setting),
-            "detail": row.detail,
-            "error": row.error,
+            **picked(row, "detail error"),
             **self._figures_of(row),
             "noise": row.noise(),
             "blocks": [

@@ -19,15 +19,13 @@ from pathlib import Path
 from everstep.errors import EverstepError
 from everstep_bench.harness import figures
 from everstep_bench.harness.figures import Spread
-from everstep_bench.harness.gauges import busy_s, cpu_s, written_bytes
 from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.machine import busy_s, cpu_s, written_bytes
 from everstep_bench.harness.placement import Placement
 from everstep_bench.harness.running import quiet
-from everstep_bench.harness.turns import Turns
+from everstep_bench.harness.session import Turns
 from everstep_bench.options import COMPRESSED, NONE
-from everstep_bench.step.arms import DcpWarm, StepArm, TorchSave
-from everstep_bench.step.ours import Ours, missing
-from everstep_bench.step.settings import Setting
+from everstep_bench.step.arms import DcpWarm, Ours, Setting, StepArm, TorchSave, missing
 
 REFERENCE_BLOCKS = 2
 """In each round, of each training that saves nothing; how much they differ is the noise."""

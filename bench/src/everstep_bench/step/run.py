@@ -8,6 +8,7 @@ from everstep_bench.harness.display import Display
 from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.session import Session, session
 from everstep_bench.options import StepOptions
+from everstep_bench.step.arms import settings
 from everstep_bench.step.kills import Kills
 from everstep_bench.step.recovery import (
     RecoveryFigures,
@@ -17,7 +18,6 @@ from everstep_bench.step.recovery import (
 )
 from everstep_bench.step.report import StepReport
 from everstep_bench.step.rounds import Bench, Rows
-from everstep_bench.step.settings import settings
 
 _REPLAY_PARAMS_MAX = 16_000_000  # each way has a state of its own; far beyond any cache
 _STATE_BYTES = 12  # for each parameter: itself and two moments, float32

@@ -6,12 +6,6 @@ keeper, and to a durable place. While they do, everything is looked at from outs
 and of the keepers' shared memory as the kernel counts it. It is held against what was printed at
 the start. The same training without tiers says what they add.
 
-``child``     one rank
-``sampling``  how many bytes are where
-``run``       both trainings
-``report``    targets, tables, a picture
+``child``  one rank
+``run``    both trainings; how many bytes are where; targets, tables, a picture
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

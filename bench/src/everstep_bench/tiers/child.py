@@ -11,14 +11,26 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
+
+import everstep
+from everstep.testing import inspect
+from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.workloads import (
+    GPT,
+    Training,
+    TrainingConfig,
+    gpt_of,
+    make_deterministic,
+    stdlib_text,
+    training_of,
+)
 from everstep_bench.harness.children import EXIT_ORPHANED, Order, say
+from everstep_bench.harness.running import keepers_of, quiet
 from everstep_bench.options import TiersOptions
-
-if TYPE_CHECKING:
-    from everstep.workloads import Training
-
 
 _TEXT_BYTES = 1 << 20
 _CONTEXT = 64
@@ -47,11 +59,6 @@ class RankOrder(Order):
 def main(arguments: list[str]) -> int:
     """Trains; returns the exit status."""
     order = RankOrder.decode(arguments[0])
-    import torch.distributed as dist
-
-    from everstep.testing import inspect
-    from everstep_bench.harness.running import keepers_of, quiet
-
     together = order.options.ranks > 1
     if together:
         dist.init_process_group(
@@ -105,17 +112,6 @@ def main(arguments: list[str]) -> int:
 
 def _training(order: RankOrder) -> Training:
     """The same weights and data on all ranks: what they compute does not matter."""
-    import torch
-
-    from everstep.workloads import (
-        GPT,
-        TrainingConfig,
-        gpt_of,
-        make_deterministic,
-        stdlib_text,
-        training_of,
-    )
-
     options = order.options
     make_deterministic(options.seed)
 
@@ -141,9 +137,6 @@ def _state_bytes(training: Training) -> int:
 
 def _checkpointer(order: RankOrder, training: Training) -> Any:
     """With budgets that hold just what is needed: two states, and two of another rank."""
-    import everstep
-    from everstep.tiers.options import PeerOptions, TierOptions
-
     state_bytes = _state_bytes(training)
     two = 2 * (state_bytes + state_bytes // _MORE_SHARE + _MORE_BYTES)
     tiers: list[TierOptions | PeerOptions] = []

@@ -1,25 +1,355 @@
-"""Runs the two trainings, and looks at them."""
+"""Run the two trainings, and look at them: what was where, next to what was announced.
+
+Bytes in each place are seen from outside: files by their sizes, memory by its pages.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.arena import CONTROL_BYTES
+from everstep.arena import CONTROL_BYTES, PAGE_BYTES
 from everstep.errors import DeadlineError, EverstepError, OptionError
-from everstep.link.registry import kill_keeper, list_keepers
+from everstep.seams import Seams
 from everstep.seams.processes.processes import process_ended
+from everstep.tiers.options import is_url, open_tier
 from everstep_bench.harness.children import TIMEOUT_S, Child
 from everstep_bench.harness.display import Display
+from everstep_bench.harness.figures import Verdict, picked
+from everstep_bench.harness.machine import cpu_s
+from everstep_bench.harness.report import Report, Table, drawn, number, per_cent
+from everstep_bench.harness.running import kill_keepers
 from everstep_bench.harness.session import session
 from everstep_bench.options import TiersOptions
 from everstep_bench.tiers.child import RankOrder
-from everstep_bench.tiers.report import Occupied, TiersReport, Trained
-from everstep_bench.tiers.sampling import COPIES, DISK, MEMORY, PEER, Sampler, place_bytes
+
+MEMORY = "memory"
+PEER = "peer"
+DISK = "disk"
+COPIES = "copies"
+_BLOCK_BYTES = 512
+_ARENA = "everstep-arena"
+
+
+@dataclass(slots=True)
+class Sampler:
+    """Looks at everything, and keeps the most that was there in each step.
+
+    Args:
+        runs: folder of each rank.
+        keepers: its keeper's process.
+        host_bytes: size of the arena that each rank has announced.
+        place: where copies go; None: nowhere.
+
+    Attributes:
+        most: by tier and step, bytes; of memory, peer and disk those of the rank with the most.
+        looked: how often, all in all.
+        cpu_s: processor time of each keeper, as it was last seen.
+    """
+
+    runs: Sequence[Path]
+    keepers: Sequence[int]
+    host_bytes: Sequence[int]
+    place: str | None
+    most: dict[str, dict[int, int]] = field(default_factory=dict)
+    looked: int = 0
+    cpu_s: dict[int, float] = field(default_factory=dict)
+
+    def look(self, step: int) -> None:
+        """Looks once.
+
+        Raises:
+            EverstepError: the store cannot be listed.
+        """
+        self.looked += 1
+        for keeper, host_bytes in zip(self.keepers, self.host_bytes, strict=True):
+            self.cpu_s[keeper] = max(cpu_s(keeper), self.cpu_s.get(keeper, 0.0))
+            own, others = memory_bytes(keeper, host_bytes)
+            self._saw(MEMORY, step, own)
+            if len(self.runs) > 1 and self.place is not None:
+                self._saw(PEER, step, others)
+        for run in self.runs:
+            self._saw(DISK, step, files_bytes(run))
+        if self.place is not None:
+            self._saw(COPIES, step, place_bytes(self.place))
+
+    def _saw(self, tier: str, step: int, size_bytes: int) -> None:
+        found = self.most.setdefault(tier, {})
+        found[step] = max(found.get(step, 0), size_bytes)
+
+
+def memory_bytes(keeper: int, host_bytes: int) -> tuple[int, int]:
+    """Pages that a keeper's shared memory has taken: its own arena, and copies of other ranks.
+
+    They are told apart by the arena's size. A keeper that has ended has none.
+    """
+    arena_bytes = host_bytes // PAGE_BYTES * PAGE_BYTES + CONTROL_BYTES
+    seen: dict[int, os.stat_result] = {}
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{keeper}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if _ARENA in os.readlink(descriptor):
+                    found = descriptor.stat()
+                    seen[found.st_ino] = found
+    own = sum(s.st_blocks for s in seen.values() if s.st_size == arena_bytes)
+    others = sum(s.st_blocks for s in seen.values() if s.st_size != arena_bytes)
+    return own * _BLOCK_BYTES, others * _BLOCK_BYTES
+
+
+def files_bytes(folder: Path) -> int:
+    """Sizes of all files below a folder, temporary ones included."""
+    found = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # deleted, or renamed, meanwhile
+                found += os.lstat(os.path.join(directory, name)).st_size
+    return found
+
+
+def place_bytes(place: str) -> int:
+    """Of a folder with copies, or of all objects below a URL."""
+    if not is_url(place):
+        return files_bytes(Path(place))
+    seams = Seams()
+    with contextlib.closing(open_tier(place, seams.filesystem, clock=seams.clock)) as tier:
+        return sum(item.size_bytes or 0 for item in tier.walk())
+
+
+def above(most: Mapping[int, int], bound_bytes: int) -> list[int]:
+    """The steps in which there was more than that."""
+    return [step for step, size_bytes in sorted(most.items()) if size_bytes > bound_bytes]
+
+
+THREAD_SHARE_MAX = 0.01
+_MB = 1e6
+_INCHES = (10.0, 6.5)
+_BYTES = ("what", "announced", "at most", "share", "at the end", "steps above")
+_COST = ("training", "thread ms per step", "of a step", "trainers, CPU s", "keepers, CPU s")
+TIERS: Mapping[str, str] = {
+    MEMORY: "captured state in a keeper's memory",
+    PEER: "copies of another rank in a keeper's memory",
+    DISK: "a rank's run folder",
+    COPIES: "copies of all ranks in the durable place",
+}
+"""What is measured of each, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupied:
+    """Bytes held by a tier.
+
+    Attributes:
+        bound_bytes: that was announced; of several ranks the smallest, of the durable place the
+            sum.
+        most: bytes, by step: the most that was seen in it, on any rank.
+    """
+
+    tier: str
+    bound_bytes: int
+    most: Mapping[int, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.most.values(), default=0)
+
+    @property
+    def above(self) -> list[int]:
+        """Steps in which there was more than announced."""
+        return above(self.most, self.bound_bytes)
+
+
+@dataclass(slots=True)
+class Trained:
+    """One training of all ranks.
+
+    Attributes:
+        tiers: whether bases went anywhere but to the disk.
+        saved_s: processor time of the training thread in the library, by step, on the rank that
+            took most of it in all.
+        trained_s: the same of the rest of each step, the library's hooks included.
+        wall_s: of each step there, by the clock.
+        trainer_cpu_s: of all training processes and threads.
+        keeper_cpu_s: of all keepers.
+        done: what each rank's Checkpointer counted.
+    """
+
+    tiers: bool
+    occupied: list[Occupied] = field(default_factory=list)
+    saved_s: list[float] = field(default_factory=list)
+    trained_s: list[float] = field(default_factory=list)
+    wall_s: list[float] = field(default_factory=list)
+    trainer_cpu_s: float = 0.0
+    keeper_cpu_s: float = 0.0
+    looked: int = 0
+    done: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def thread_s(self) -> float:
+        """Processor time in the library, of a step, in the mean."""
+        return math.fsum(self.saved_s) / max(1, len(self.saved_s))
+
+    @property
+    def step_s(self) -> float:
+        """Processor time of a step without the library's call, in the middle: it does not wait
+        for a turn, so that a busy machine makes no step look long."""
+        return statistics.median(self.trained_s)
+
+
+@dataclass
+class TiersReport(Report):
+    """Everything that was found.
+
+    Attributes:
+        without, with_tiers: the same training, without and with tiers.
+    """
+
+    options: TiersOptions
+    without: Trained
+    with_tiers: Trained
+
+    @property
+    def added_s(self) -> float:
+        """Processor time of the training thread that tiers add to a step."""
+        return self.with_tiers.thread_s - self.without.thread_s
+
+    def labels(self) -> list[str]:
+        """Return remarks that belong to every figure of this run."""
+        return [] if self.options.ranks == 1 else ["EMULATED: all nodes are on this machine"]
+
+    def verdicts(self) -> list[Verdict]:
+        """The targets, each with the measured figure."""
+        found = []
+        for one in self.with_tiers.occupied:
+            figure = f"{words_of(one.peak_bytes)} at most, {words_of(one.bound_bytes)} announced"
+            if one.above:
+                figure += f"; above in {len(one.above)} steps, first in step {one.above[0]}"
+            found.append(Verdict(f"{one.tier} within its bound", figure, not one.above))
+        unseen = [s for s in range(1, self.options.steps + 1) if not self._seen(s)]
+        seen = f"{self.options.steps - len(unseen)} of {self.options.steps} steps"
+        found.append(Verdict("looked at in each step", seen, not unseen))
+        share = self.added_s / self.with_tiers.step_s
+        figure = f"{1e3 * self.added_s:+.3f} ms, {100 * share:+.2f} % of a step"
+        found.append(
+            Verdict("thread time that tiers add <= 1 %", figure, share <= THREAD_SHARE_MAX)
+        )
+        return found
+
+    def _seen(self, step: int) -> bool:
+        return all(step in one.most for one in self.with_tiers.occupied)
+
+    def rounds(self) -> str:
+        """Return what was trained."""
+        options = self.options
+        return (
+            f"{options.ranks} rank(s); {options.steps} steps, a base every {options.every}, keep "
+            f"{options.keep}; copies in {options.place or 'a folder of this machine'}; seed "
+            f"{options.seed}; load {self.facts.machine.load:.1f} before and "
+            f"{self.facts.load_after:.1f} after"
+        )
+
+    def tables(self) -> Iterator[Table]:
+        """Yield bytes, and what tiers cost."""
+        yield Table(
+            f"Bytes over {self.options.steps} steps", _BYTES, map(_bytes, self.with_tiers.occupied),
+            words=("what",),
+        )  # fmt: skip
+        yield Table(
+            "What they cost", _COST, map(_cost, (self.without, self.with_tiers)), ("training",)
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the columns mean."""
+        yield (
+            f"looked at {self.with_tiers.looked} times, in each step and between; files by their "
+            "sizes, memory by the pages that the kernel has given. of each step the most on any "
+            "rank. at the end: the last step, until the keepers have ended, at most. thread: "
+            "processor time of the training thread in ckpt.step(), on the rank with the most; a "
+            "step: its processor time without that."
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return everything, each step included."""
+        return {
+            **picked(self.options, "steps ranks every keep batch"),
+            "load_before": self.facts.machine.load,
+            "state_bytes": self.facts.size_bytes,
+            "thread_added_s": self.added_s,
+            "verdicts": self.verdicts(),
+            "arms": [_as_json(arm) for arm in (self.without, self.with_tiers)],
+        }
+
+    def write(self) -> None:
+        """Draw bytes in each tier over the steps, below the line that was announced."""
+        path = self.options.picture
+        if path is None:
+            return
+        found = self.with_tiers.occupied
+        labels = "".join(f" [{label.split(':', 1)[0]}]" for label in self.labels())
+        title = f"{self.options.ranks} rank(s), keep {self.options.keep}{labels}"
+        with drawn(path, title, _INCHES, rows=-(-len(found) // 2), columns=2) as panels:
+            for axes, one in zip(panels, found, strict=False):
+                steps = sorted(one.most)
+                values = [one.most[step] / _MB for step in steps]
+                bound_mb = one.bound_bytes / _MB
+                top = max(bound_mb, one.peak_bytes / _MB)
+                axes.step(steps, values, where="mid", label="measured")
+                axes.axhline(bound_mb, color="tab:red", linestyle="--", label="announced")
+                axes.set(title=f"{one.tier}: {TIERS[one.tier]}", ylabel="MB", ylim=(0, 1.1 * top))
+                axes.legend(loc="lower right", fontsize="small")
+            for axes in panels[len(found) :]:
+                axes.set_visible(False)
+            for axes in panels[-2:]:
+                axes.set_xlabel("step")
+
+
+def words_of(size_bytes: int) -> str:
+    """``"12.35 MB"``."""
+    return f"{size_bytes / _MB:.2f} MB"
+
+
+def _as_json(arm: Trained) -> dict[str, Any]:
+    return {
+        **picked(arm, "tiers thread_s saved_s trainer_cpu_s keeper_cpu_s looked done"),
+        "step_thread_s": arm.step_s,
+        "step_wall_s": statistics.median(arm.wall_s),
+        "occupied": [
+            {
+                **picked(one, "tier bound_bytes peak_bytes"),
+                "steps_above": one.above,
+                "bytes_by_step": [one.most[step] for step in sorted(one.most)],
+            }
+            for one in arm.occupied
+        ],
+    }
+
+
+def _bytes(one: Occupied) -> tuple[str, ...]:
+    return (
+        f"{one.tier}: {TIERS[one.tier]}",
+        words_of(one.bound_bytes),
+        words_of(one.peak_bytes),
+        per_cent(one.peak_bytes / one.bound_bytes),
+        words_of(one.most[max(one.most)]),
+        f"{len(one.above)} of {len(one.most)}",
+    )
+
+
+def _cost(arm: Trained) -> tuple[str, ...]:
+    return (
+        "with tiers" if arm.tiers else "without",
+        number(arm.thread_s, 3, 1e3),
+        f"{100 * arm.thread_s / arm.step_s:.2f} %",
+        number(arm.trainer_cpu_s),
+        number(arm.keeper_cpu_s),
+    )
+
 
 _LOOK_EVERY_S = 0.005
 _STATE_BYTES_PER_PARAM = 12
@@ -149,10 +479,8 @@ class _Job:
         try:
             yield
         except BaseException:
-            mine = {str(run.resolve()) for run in self._runs}
-            for info in list_keepers():
-                if info.run in mine:
-                    kill_keeper(info)
+            for run in self._runs:
+                kill_keepers(run)
             raise
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from enum import IntEnum
+from pathlib import PurePath
 from typing import Annotated, Any, NoReturn
 
+import msgspec
 import typer
 from typer.core import TyperGroup
 
@@ -144,5 +147,16 @@ JsonFlag = Annotated[
 
 
 def emit(document: Mapping[str, Any]) -> None:
-    """Print one JSON document; pure ASCII, so that no name in it can control a terminal."""
-    print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)
+    """Print one JSON document; pure ASCII, so that no name in it can control a terminal.
+
+    Dataclasses, msgspec structs (:class:`.BaseId`) and paths in it become plain data.
+    """
+    print(json.dumps(document, indent=2, ensure_ascii=True, default=_plain_data), flush=True)
+
+
+def _plain_data(value: Any) -> Any:
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.asdict(value)
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli.common.output import count_of, in_words, label, table
+from everstep.cli.common.output import count_of, in_words, label, left_out, table
 from everstep.cli.common.runs import reading
+from everstep.format.header import ShardHeader
+from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
+from everstep.seams.filesystem import FileSystem
 
 if TYPE_CHECKING:
-    from everstep.format.header import ShardHeader
     from everstep.format.log import RecordHead
     from everstep.restore.offline.run_log import Reach, RunLog
     from everstep.run.scan import Inventory
     from everstep.run.segments import SegmentFound
-    from everstep.seams.filesystem import FileSystem
 
 
 _SPANS_MAX = 6
@@ -28,7 +29,6 @@ def run_log(filesystem: FileSystem, inventory: Inventory) -> RunLog | None:
     """Return the log of a run on disk; None if it has no segments, which is checked first at little
     cost.
     """
-    from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
 
     def has_segments(timeline: int, kind: str) -> bool:
         if not inventory.may_hold(timeline, kind):
@@ -93,8 +93,8 @@ def as_json(reach: Reach | None) -> dict[str, Any] | None:
         "segments": count_segments(reach.segments),
         "records": reach.records,
         "size_bytes": reach.size_bytes,
-        "steps": [list(span) for span in spans(reach.steps)],
-        "gaps": [list(span) for span in reach.gaps],
+        "steps": spans(reach.steps),
+        "gaps": reach.gaps,
         "stopped": reach.stopped,
         "problems": [s.problem for s in reach.segments if s.problem is not None],
     }
@@ -109,7 +109,7 @@ def segment_as_json(segment: SegmentFound) -> dict[str, Any]:
         "records": len(segment.heads),
         "size_bytes": segment.size_bytes,
         "lossy": segment.lossy,
-        "path": str(segment.path),
+        "path": segment.path,
         "problem": segment.problem,
     }
 
@@ -137,7 +137,7 @@ def show_segments(out: Console, segments: Sequence[SegmentFound]) -> None:
             label(segment.problem or ("lossy" if segment.lossy else ""), "yellow"),
         )
     out.print(made)
-    _left_out(out, len(segments))
+    left_out(out, len(segments), _ROWS_MAX)
 
 
 def show_records(out: Console, records: Sequence[RecordHead]) -> None:
@@ -149,9 +149,4 @@ def show_records(out: Console, records: Sequence[RecordHead]) -> None:
         what = f"update of {head.declared}" if head.declared else str(head.kind)
         made.add_row(label(what), str(head.step), str(head.lsn))
     out.print(made)
-    _left_out(out, len(records))
-
-
-def _left_out(out: Console, count: int) -> None:
-    if count > _ROWS_MAX:
-        out.print(f"... and {count - _ROWS_MAX:,} more; --json has them all")
+    left_out(out, len(records), _ROWS_MAX)

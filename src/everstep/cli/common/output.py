@@ -53,6 +53,11 @@ def label(text: str, style: str = "", chars_max: int = _NAME_CHARS_MAX) -> Text:
     return Text(plain(text, chars_max), style=style, overflow="fold")
 
 
+def say(out: Console, text: str, style: str = "") -> None:
+    """Print a line that may be long: up to 4000 characters, not folded."""
+    out.print(label(text, style, LINE_CHARS_MAX), soft_wrap=True)
+
+
 def table(columns: Sequence[str], *, right: Collection[str] = ()) -> Table:
     """Return an empty table in the style of all verbs; lines are never folded in a pipe.
 
@@ -67,6 +72,12 @@ def table(columns: Sequence[str], *, right: Collection[str] = ()) -> Table:
             column, justify="right" if number else "left", no_wrap=number, overflow="fold"
         )
     return made
+
+
+def left_out(out: Console, count: int, most: int) -> None:
+    """Print how many of ``count`` rows were left out, if only ``most`` were shown."""
+    if count > most:
+        out.print(f"... and {count - most:,} more; --json has them all")
 
 
 def in_words(size_bytes: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, astuple, fields
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,10 +19,7 @@ from everstep.cli.common.output import (
 )
 from everstep.cli.plan.multistep import multistep
 from everstep.cli.plan.schedule import schedule
-
-if TYPE_CHECKING:
-    from everstep.plan.interval import Choice, Costs, Optimum, Point, Waste
-
+from everstep.plan.interval import Choice, Costs, Optimum, Point, Waste, curve, optimum
 
 app = typer.Typer(
     cls=EverstepGroup,
@@ -80,8 +77,6 @@ def interval(
     5min, 4h; bare numbers are bytes, bytes/s, seconds. Exit status 3 if no choice helps, with the
     number that would be needed.
     """
-    from everstep.plan.interval import Costs, curve, optimum
-
     costs = Costs(
         state_bytes=parse_bytes("--state-bytes", state_bytes),
         write_bytes_per_s=parse_bytes_per_s("--write-bw", write_bw),
@@ -171,13 +166,7 @@ def _steps(count: int, seconds: float) -> str:
 
 
 def _parts(wasted: Waste) -> list[str]:
-    return [
-        _percent(part)
-        for part in (
-            *(wasted.total, wasted.lost, wasted.load),
-            *(wasted.replay, wasted.bases, wasted.batches),
-        )
-    ]
+    return [_percent(part) for part in (wasted.total, *astuple(wasted))]
 
 
 def _percent(share: float) -> str:

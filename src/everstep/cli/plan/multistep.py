@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,10 +18,7 @@ from everstep.cli.common.output import (
     table,
 )
 from everstep.errors import OptionError
-
-if TYPE_CHECKING:
-    from everstep.plan.multistep import Overlap, Pipeline
-
+from everstep.plan.multistep import PAPER_PARTS, Overlap, Pipeline, best_cut, fewest, lower_bound_s
 
 _PARTS_MAX = 1000
 
@@ -62,8 +59,6 @@ def multistep(
     more steps in additional device memory. These are waits for copies. With --part-ms the work of
     the training thread is shown beside them, and counts for the best number of parts.
     """
-    from everstep.plan.multistep import Pipeline, best_cut, lower_bound_s
-
     link_bytes_per_s = parse_bytes_per_s("--link", link)
     state = parse_bytes("--state-bytes", state_bytes)
     gradients = parse_bytes("--grad-bytes", grad_bytes)
@@ -113,7 +108,7 @@ def _document(
     return {
         "pipeline": asdict(pipeline),
         "held_steps": held_steps,
-        "sync": {"stall_s": None if write_s is None else write_s},
+        "sync": {"stall_s": write_s},
         "async": {"stall_s": pipeline.state_s},
         "lazy": {"stall_s": rows["gockpt"][0].stall_s},
         "lower_bound_s": bounds,
@@ -124,8 +119,6 @@ def _document(
 
 def _best(rows: list[Overlap]) -> int:
     """Return the fewest parts whose loss is close to the least."""
-    from everstep.plan.multistep import fewest
-
     return fewest([row.lost_s for row in rows])
 
 
@@ -134,8 +127,6 @@ def _row(row: Overlap) -> dict[str, Any]:
 
 
 def _show(out: Console, found: dict[str, Any], link_bytes_per_s: float) -> None:
-    from everstep.plan.multistep import PAPER_PARTS
-
     steps = found["held_steps"]
     names = {"gockpt": "gockpt", "gockpt_o": "gockpt_o", "held": f"held {steps}"}
     best = found["best"]

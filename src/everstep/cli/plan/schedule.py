@@ -13,17 +13,16 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.output import console, in_words, parse_bytes_per_s, seconds_in_words
-from everstep.cli.common.paths import absolute, checked_path, kind_of
+from everstep.cli.common.runs import absolute, checked_path, kind_of
 from everstep.errors import EverstepError, OptionError, UnavailableError
 
 if TYPE_CHECKING:
@@ -36,28 +35,15 @@ if TYPE_CHECKING:
 _MODULE = "everstep_planned_model"
 _OURS = str(Path(__file__).parents[2])
 
-
-class _Optimizer(str, Enum):
-    SGD = "sgd"
-    ADAM = "adam"
-
-
-class _Half(str, Enum):
-    BF16 = "bf16"
-    FP16 = "fp16"
-
-
-class _Mode(str, Enum):
-    DIRECT = "direct"
-    PAPER = "paper"
+_Optimizer = Literal["sgd", "adam"]
+_Half = Literal["bf16", "fp16"]
+_Mode = Literal["direct", "paper"]
 
 
 def schedule(
     model: Annotated[str, typer.Option(help="A network's name, or FILE.py:factory.")],
     batch: Annotated[int, typer.Option(min=1, help="Samples in a step.")] = 32,
-    optimizer: Annotated[
-        _Optimizer, typer.Option(help="Plain, with its defaults.")
-    ] = _Optimizer.SGD,
+    optimizer: Annotated[_Optimizer, typer.Option(help="Plain, with its defaults.")] = "sgd",
     in_backward: Annotated[
         bool,
         typer.Option("--in-backward", help="Update each parameter once its gradient is computed."),
@@ -94,7 +80,7 @@ def schedule(
     disk: Annotated[str, typer.Option(help="Bandwidth of the disk, like 3GB/s.")] = "3GB/s",
     mode: Annotated[
         _Mode, typer.Option(help="direct: offload from live tensors; paper: always duplicate.")
-    ] = _Mode.DIRECT,
+    ] = "direct",
     exact: Annotated[bool, typer.Option("--exact", help="Solve the integer program.")] = False,
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds for --exact.")] = 120.0,
     picture: Annotated[
@@ -146,22 +132,22 @@ def schedule(
         time.perf_counter() - start_s,
         on,
         bandwidth,
-        mode.value,
+        mode,
         exact_s=limit_s if exact else None,
         network_bytes_per_s=network_bytes_per_s,
     )
     about: dict[str, Any] = {
         "model": model,
         "batch": batch,
-        "optimizer": optimizer.value,
+        "optimizer": optimizer,
         "gpu": gpu,
         "in_backward": in_backward,
-        "autocast": None if autocast is None else autocast.value,
+        "autocast": autocast,
         "scaler": scaler,
         "ranks": ranks,
         "network_bytes_per_s": network_bytes_per_s,
     }
-    document = _document(found, about, mode.value, disk_bytes_per_s)
+    document = _document(found, about, mode, disk_bytes_per_s)
     if picture is not None and found.schedule is not None:
         from everstep.tiers.durable_files import storage_errors
 
@@ -204,18 +190,16 @@ def _device(
     return device(name).with_figures(**changed) if changed else device(name)
 
 
-def _dtype(which: _Half | None) -> torch.dtype | None:
+def _dtype(half: _Half | None) -> torch.dtype | None:
     import torch
 
-    return None if which is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[which.value]
+    return None if half is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
 
 
-def _optimizer(which: _Optimizer) -> Optimizers:
+def _optimizer(name: _Optimizer) -> Optimizers:
     import torch
 
-    if which is _Optimizer.SGD:
-        return lambda parameters: torch.optim.SGD(parameters, 0.1)
-    return torch.optim.Adam
+    return torch.optim.Adam if name == "adam" else lambda found: torch.optim.SGD(found, 0.1)
 
 
 def _training(model: str) -> Training:

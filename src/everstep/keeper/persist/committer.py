@@ -56,7 +56,7 @@ class Timeline:
         timeout_s: seconds without progress after which a transfer counts as hung, and a rank of a
             job as late.
         keep: number of bases to keep.
-        history: steps that resume can go back to (:meth:`everstep.config.intervals.History.parse`).
+        history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
         verified: base that was read back and found intact, if any.
         link: link to the keepers of the other ranks of a job; None for a single rank.
         spared: returns bases that stay on all disks, however old they are, as peers send them.

@@ -303,7 +303,7 @@ class HistoryFlush:
     """Writes batched records to disk before retention decides which bases the history needs.
 
     Args:
-        history: steps that resume can go back to (:meth:`everstep.config.intervals.History.parse`).
+        history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
         keep: number of bases that retention keeps in any case.
     """
 

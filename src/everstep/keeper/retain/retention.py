@@ -462,7 +462,7 @@ class Retention:
         slots: parks data files of deleted bases.
         keep: number of bases to keep, at least 1.
         timeout_s: seconds without progress after which a single transfer counts as hung.
-        history: steps that resume can go back to (:meth:`everstep.config.intervals.History.parse`).
+        history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
         clock: its monotonic time measures the age of segments.
     """
 
