@@ -290,6 +290,7 @@ class LogLayouts:
 
     Args:
         send: sends a message to the keeper.
+        numbers: layouts with a number; None for none.
 
     Attributes:
         lock: to be held from the call of :meth:`number` until the message with that number was
@@ -297,10 +298,14 @@ class LogLayouts:
             otherwise another thread could give the number to another layout first.
     """
 
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        send: Callable[[dict[str, Any]], None],
+        numbers: LRUCache[int, tuple[ShardLayout, int]] | None = None,
+    ) -> None:
         self.lock = threading.Lock()
         self._send = send
-        self._numbers = LRUCache[int, tuple[ShardLayout, int]]()
+        self._numbers = LRUCache() if numbers is None else numbers
         self._free: list[int] = []
 
     def number(self, layout: ShardLayout) -> int:

@@ -26,7 +26,6 @@ from everstep.errors import (
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.copies import switch_to_copy
-from everstep.restore.fetch.rank_copies import tier_errors
 from everstep.run import BaseFound, Chain, Inventory, Skipped, scan_base
 from everstep.run.chain import LogIndex, chains, path_of
 from everstep.run.log_reads import Key, LogReads, ReadFrom, find_record, key_of
@@ -35,6 +34,7 @@ from everstep.run.segments import SegmentFound, scan_log, validated
 from everstep.seams import FileSystem
 from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
+from everstep.tiers.files import tier_errors
 
 _THREADS = 8  # segments of a copy to read at a time, as each read waits for a network
 _LISTED_MAX = 20  # ranges of existing steps in a hint

@@ -519,7 +519,7 @@ def _read(
     for number, shard in enumerate(saved.files):
         if number in made.numbers:
             continue
-        _, record, header, _ = shard
+        header = shard.header
         pieces = PieceReads(header, wanted.get(number, ()))
         # Of several ranks only the needed entries are read, each verified by its own digest.
         entire_file = saved.world == 1
@@ -532,7 +532,7 @@ def _read(
         )
         places = header.placed if entire_file else [header.placed[index] for index in pieces.wanted]
         entries += len(places)
-        size_bytes = record.length if entire_file else sum(p.end - p.begin for p in places)
+        size_bytes = shard.record.length if entire_file else sum(p.end - p.begin for p in places)
         writer = header.identity.rank
         rank_bytes[writer] = rank_bytes.get(writer, 0) + size_bytes
     return rank_bytes, entries

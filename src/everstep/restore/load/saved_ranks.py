@@ -21,8 +21,9 @@ from typing import Any
 
 from everstep.commit.job import Needs
 from everstep.errors import DamageError, FormatError, RecoveryError
-from everstep.format import FileRecord, Manifest, Marker, digest
+from everstep.format import Manifest, Marker, digest
 from everstep.format.header import ShardHeader
+from everstep.format.reader import OpenShard
 from everstep.run import OpenBase
 from everstep.run.tensors import shape_of_base
 from everstep.seams import ReadFile
@@ -166,7 +167,7 @@ class SavedRanks:
         self.ranks = sorted(markers)
         first = opened[0].marker.rank
         self._trees = {(first, section): tree for section, tree in (trees or {}).items()}
-        self.files: list[tuple[ReadFile, FileRecord, ShardHeader, PurePath]] = []
+        self.files: list[OpenShard] = []
         self._objects: dict[int, dict[str, tuple[int, int, str]]] = {r: {} for r in markers}
         self._pieces: dict[str, list[Piece]] = {}
         self._own: dict[int, list[Piece]] = {rank: [] for rank in markers}

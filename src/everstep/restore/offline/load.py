@@ -263,5 +263,5 @@ def _read_files(
     """Read all files completely, except those already read."""
     for number, shard in enumerate(saved.files):
         if number not in done:
-            pieces = PieceReads(shard[2], wanted.get(number, ()))
+            pieces = PieceReads(shard.header, wanted.get(number, ()))
             reads.body(shard, sink=pieces.sink, on_entry=pieces.entry_done)

@@ -16,9 +16,10 @@ import torch
 
 from everstep.capture.mark_samples import sample_indices
 from everstep.errors import FormatError
-from everstep.format import FileRecord, digest
+from everstep.format import digest
 from everstep.format.header import ShardHeader
 from everstep.format.log import LogRecord
+from everstep.format.reader import OpenShard
 from everstep.restore.load import SavedLayout, SavedRanks
 from everstep.restore.load.saved_ranks import View
 from everstep.restore.load.targets import box_here, fills, part_of
@@ -118,12 +119,11 @@ class _Mark:
             digests.append(digest(item))
             begin = end
         first = base.shards[0]
-        aliases = {k: v for _, _, header, _ in base.shards for k, v in header.aliases.items()}
-        header = ShardHeader(first[2].identity, tuple(placed), tuple(digests), aliases, 0)
-        record: FileRecord = first[1]
+        aliases = {k: v for shard in base.shards for k, v in shard.header.aliases.items()}
+        header = ShardHeader(first.header.identity, tuple(placed), tuple(digests), aliases, 0)
         file = MemoryFile([memoryview(item) for item in mark.objects.values()])
         path = PurePath(f"mark of rank {rank}")
-        return cls(OpenBase(base.marker, [(file, record, header, path)]), data)
+        return cls(OpenBase(base.marker, [OpenShard(file, first.record, header, path)]), data)
 
 
 def _logged_slice(

@@ -17,7 +17,7 @@ from everstep.link.recordable import refuse_optimizers
 from everstep.state.ranks import refuse_divergent_updates
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
-from everstep.tiers import PeerOptions
+from everstep.tiers import PeerOptions, TierOptions
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
@@ -136,7 +136,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     recorder = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
-        _refuse_lossy_replicas(state, place, options.method.log)
+        _refuse_lossy_replicas(state, place.peers, place.tiers, options.method.log)
         limits = limits.on_disk(
             options,
             options.keep + footprint.bounds.beside,
@@ -192,7 +192,12 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     return components
 
 
-def _refuse_lossy_replicas(state: State, place: RunPlace, log: str) -> None:
+def _refuse_lossy_replicas(
+    state: State,
+    peers: PeerOptions | None,
+    tiers: Sequence[TierOptions],
+    log: str = "dense",
+) -> None:
     """Refuse lossy logs of parameters that several ranks hold.
 
     After a recovery, one rank would continue from lossy gradients and another from exact gradients
@@ -201,9 +206,9 @@ def _refuse_lossy_replicas(state: State, place: RunPlace, log: str) -> None:
     Raises:
         OptionError: Several ranks record the same elements, and their log is lossy.
     """
-    forms = [tier.log for tier in place.tiers]
-    if place.peers is not None:
-        forms.append(place.peers.log)
+    forms = [tier.log for tier in tiers]
+    if peers is not None:
+        forms.append(peers.log)
     where = 'log="adaptive" in tiers='
     instead = 'log="whole" in TierOptions and PeerOptions'
     if log == "adaptive" and state.ranks.world > 1:
