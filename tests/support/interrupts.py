@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ def interrupted_at(count: int, call: Callable[[], Any]) -> bool:
                 raise KeyboardInterrupt
 
     before = sys.getprofile()
+    gc.disable()  # what it would call is of earlier tests
     sys.setprofile(look)
     try:
         call()
@@ -33,6 +35,7 @@ def interrupted_at(count: int, call: Callable[[], Any]) -> bool:
         return True
     finally:
         sys.setprofile(before)
+        gc.enable()
     return False
 
 

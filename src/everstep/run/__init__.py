@@ -11,9 +11,9 @@ torch. Read in this order:
 ``open_base``  a base opened for reading; redo file of a base captured over several steps
 ``tensors``    entries of log records as tensors; shape digest of a base
 ``verify``     full read-back of a base; audits of the bases that a state descends from
-``folder``     creation and checks of the folder at the start of a process; withdrawal of a
-               pending deletion
+``folder``     creation and checks of the folder at the start of a process
 ``fence``      detection of a newer process that has taken the run over
+``uncondemn``  withdrawal of a pending deletion
 """
 
 from everstep.run.chain import Chain

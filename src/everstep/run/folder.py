@@ -1,7 +1,4 @@
-"""Creation and checks of the run folder when a process starts, and of the timeline it opens.
-
-Withdrawal of the pending deletion of a base (``adr/004``).
-"""
+"""Creation and checks of the run folder when a process starts, and of the timeline it opens."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from everstep.commit import BaseId
 from everstep.commit.job.offers import recovery_hint
 from everstep.commit.lineage import describe_missing_steps
 from everstep.errors import OptionError, StateError, StorageError
-from everstep.format import MANIFEST, TimelineRecord, timeline_dir
-from everstep.format.names import CONDEMNED, RUN_RECORD, TIMELINE_RECORD, parse_timeline
+from everstep.format import TimelineRecord, timeline_dir
+from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, parse_timeline
 from everstep.format.records import RunRecord
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import FileSystem, Seams
 from everstep.seams.fingerprint import fingerprint, process_name
 from everstep.seams.machine import real_path
-from everstep.tiers import Tier, ensure_dir, read_record, storage_errors
+from everstep.tiers import ensure_dir, storage_errors
 from everstep.tiers.durable_files import create_exclusive, ensure_dirs, sync_if_allowed
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a single slash, since pathlib collapses two
@@ -167,54 +164,3 @@ def run_path(path: str | os.PathLike[str]) -> PurePath:
             f"{text}: the relative path is invalid because the working directory was removed",
             hint="use an absolute path",
         ) from None
-
-
-def uncondemn(filesystem: FileSystem, directory: PurePath) -> bool:
-    """Rename the manifest of a condemned base back, durably.
-
-    A process that goes on to delete files renames the same file first, so only one of the two
-    succeeds.
-
-    Args:
-        directory: directory of the base.
-
-    Returns:
-        False if nothing was changed: files are being deleted, or another process has withdrawn the
-            deletion.
-    """
-    try:
-        filesystem.rename(directory / CONDEMNED, directory / MANIFEST)
-    except FileNotFoundError:
-        return False
-    # Durable before the caller opens a timeline on this base: after a crash it must not be
-    # condemned again.
-    filesystem.sync_dir(directory)
-    return True
-
-
-def uncondemn_in_tier(tier: Tier, directory: str) -> bool:
-    """Withdraw the deletion of a base in a tier, where the condemned record lies beside the
-    manifest.
-
-    A tier cannot rename, so a deleter that has passed its last fence check is not stopped. The copy
-    is then deleted, as it would be if it had stayed condemned.
-
-    Args:
-        directory: directory of the base, relative to the root of the tier.
-
-    Returns:
-        False if the base is not condemned, or the record belongs to another base.
-
-    Raises:
-        EverstepError: from the tier.
-    """
-    name = f"{directory}/{CONDEMNED}"
-    record = read_record(tier, name)
-    if record is None:
-        return False
-    # Create the manifest before the condemned record is deleted, so the base always has one of
-    # them.
-    if not tier.create(f"{directory}/{MANIFEST}", record):
-        return False
-    tier.delete(name)
-    return True

@@ -29,8 +29,8 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.retain.retention import Retention, delete_base, perform_deletion
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.run.fence import Fence
-from everstep.run.folder import uncondemn
 from everstep.run.scan import scan_base, scan_run
+from everstep.run.uncondemn import uncondemn
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.durable_files import SlotStore

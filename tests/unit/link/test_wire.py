@@ -692,9 +692,7 @@ def test_nothing_of_it_needs_torch() -> None:
 import sys
 import everstep.link.registry, everstep.link.spawn, everstep.link.wire
 import everstep.seams.locks, everstep.seams.processes.processes, everstep.seams.sockets
-import everstep.cli, everstep.cli.ps, everstep.cli.stop
-import everstep.seams.locks, everstep.seams.processes.processes
-import everstep.seams.processes.runtime, everstep.seams.sockets
+import everstep.seams.processes
 import everstep.cli, everstep.cli.ps
 assert "torch" not in sys.modules, "torch was imported"
 assert "numpy" not in sys.modules, "numpy was imported"

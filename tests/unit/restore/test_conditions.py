@@ -111,11 +111,11 @@ def test_denormals_that_training_flushes_are_a_condition() -> None:
         assert record.fingerprint["denormals"] == "flushed"
         assert fingerprint_difference([record]) == ""
         assert (
-            fingerprint_difference([HERE]) == "trained with denormals none, replayed with flushed"
+            fingerprint_difference([HERE]) == "trained with denormals kept, replayed with flushed"
         )
     finally:
         torch.set_flush_denormal(False)
-    assert fingerprint_difference([record]) == "trained with denormals flushed, replayed with none"
+    assert fingerprint_difference([record]) == "trained with denormals flushed, replayed with kept"
     assert replay_conditions([record])[1] == "trained with denormals flushed, replayed with kept"
     assert "denormals" not in fingerprint()
 

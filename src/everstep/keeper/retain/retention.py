@@ -54,8 +54,8 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.retain.history import HistoryWindows
 from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.run.fence import Fence
-from everstep.run.folder import uncondemn
 from everstep.run.scan import bases_keeping_log
+from everstep.run.uncondemn import uncondemn
 from everstep.run.verify import verify_base
 from everstep.seams import Clock, FileSystem, failpoint
 from everstep.seams.progress import silent

@@ -10,7 +10,7 @@ already copied are not sent again. If newer bases are committed during a copy, o
 copied next.
 
 With several ranks each rank's keeper copies its own files. Rank 0 chooses the base
-(:mod:`everstep.commit.copy_round`), so that all ranks copy the same one. When every marker is in
+(:mod:`everstep.commit.peer_copies`), so that all ranks copy the same one. When every marker is in
 the tier, it creates the manifest (I5): the same as on the disks, as it follows from the markers
 alone. If rank 0 dies before that, the next start of the job does so
 (:mod:`everstep.restore.fetch.rank_copies`), or rank 0's next keeper. Only rank 0 deletes copies

@@ -48,7 +48,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.retain import ReadBack
 from everstep.keeper.ship.senders import CopyStats
 from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
-from everstep.run.folder import uncondemn_in_tier
+from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams import Clock
 from everstep.seams.processes import Condition
 from everstep.tiers import Tier, read_record

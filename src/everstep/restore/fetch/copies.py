@@ -24,7 +24,7 @@ from everstep.format import MANIFEST, TimelineRecord, timeline_dir
 from everstep.format.names import CONDEMNED, DELETING, RUN_RECORD, TIMELINE_RECORD
 from everstep.format.reader import read_record_bytes
 from everstep.restore.fetch.rank_copies import copies_of_run, diverged, foreign
-from everstep.run.folder import uncondemn_in_tier
+from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams import DirEntry, FileSystem, ReadFile, WriteFile
 from everstep.tiers import Tier, read_record, write_durably
 

@@ -35,7 +35,7 @@ from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.run import BaseFound, Inventory, OpenBase, scan_base, scan_run
-from everstep.run.folder import uncondemn, uncondemn_in_tier
+from everstep.run.uncondemn import uncondemn, uncondemn_in_tier
 from everstep.seams import DirEntry, FileSystem, ReadFile
 from everstep.seams.progress import silent
 from everstep.tiers import MemoryFile, Tier, ensure_dir

@@ -28,8 +28,9 @@ from everstep.restore.log import LogFound, base_is_there
 from everstep.restore.start.report import Resumed, ResumeRequest, refuse_log_loss, why_inexact
 from everstep.restore.start.roll_forward import ChoiceGoneError, OneRankChoice
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
-from everstep.run.folder import open_timeline, uncondemn
+from everstep.run.folder import open_timeline
 from everstep.run.scan import candidates, starts_with_job_base
+from everstep.run.uncondemn import uncondemn
 from everstep.run.verify import audit_of
 from everstep.seams import failpoint
 from everstep.tiers import storage_errors
