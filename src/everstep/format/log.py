@@ -338,10 +338,12 @@ _INDEX = msgspec.msgpack.Decoder(_Index)
 def _decode_index(data: bytes | memoryview, path: PurePath) -> _Index:
     try:
         index = _INDEX.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
         raise FormatError(f"{path}: not a segment of a log: {error}", path=path) from error
     if any(row.declared and row.kind != "update" for row in index.records):
-        raise FormatError(f"{path}: a mark with a declared update", path=path)
+        raise FormatError(
+            f"{path}: not a segment of a log: a mark with a declared update", path=path
+        )
     if any(row.layout >= len(index.layouts) for row in index.records):
         raise FormatError(f"{path}: a record without a layout", path=path)
     return index

@@ -67,8 +67,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -79,7 +80,7 @@ from everstep.errors import KeeperError
 from everstep.format import BasePlan, ShardIdentity
 from everstep.format.log import layout_from_index, layout_to_index
 from everstep.link.capture import Capture
-from everstep.state.layout import ShardLayout
+from everstep.state.layout import Entry, Placed, ShardLayout
 from everstep.state.layout.shards import LRUCache
 
 PROTOCOL = 11
@@ -144,15 +145,43 @@ def begin_to_wire(capture: Capture) -> dict[str, Any]:
     }
 
 
+_fields_of = attrgetter(*(field.name for field in fields(Entry)))
+
+_Shape: TypeAlias = tuple[int, ...]
+_Row: TypeAlias = tuple[
+    str, str, _Shape, _Shape, _Shape, str, _Shape | None, str | None, int, int, int
+]
+"""Fields of an entry, and its range of bytes."""
+
+
 def layout_to_wire(plan: BasePlan) -> dict[str, Any]:
     """Encode the fields of a plan that are the same for all bases of a layout."""
-    return {"shards": to_plain(plan.shards), "kinds": dict(plan.kinds)}
+    return {
+        "shards": to_plain([replace(shard, layout=ShardLayout(())) for shard in plan.shards]),
+        # Rows, as the names of the fields would double the size of the largest message.
+        "rows": [
+            [[*_fields_of(place.entry), place.begin, place.end] for place in shard.layout.placed]
+            for shard in plan.shards
+        ],
+        "kinds": dict(plan.kinds),
+    }
 
 
 def plan_from_wire(layout: Mapping[str, Any], identity: Mapping[str, Any]) -> BasePlan:
-    """Return the plan of one base of a layout."""
-    found: BasePlan = from_plain({**layout, "identity": identity}, BasePlan)
-    return found
+    """Return the plan of one base of a layout.
+
+    Raises:
+        KeeperError: the fields are of other types, or there are rows of another number of files.
+    """
+    plan: BasePlan = from_plain({**layout, "identity": identity}, BasePlan)
+    rows: list[list[_Row]] = from_plain(layout.get("rows"), list[list[_Row]])
+    if len(rows) != len(plan.shards):
+        raise KeeperError(f"invalid fields in a message: {len(rows)} rows of {len(plan.shards)}")
+    shards = (
+        replace(shard, layout=ShardLayout(tuple(Placed(Entry(*r[:-2]), *r[-2:]) for r in found)))
+        for shard, found in zip(plan.shards, rows, strict=True)
+    )
+    return replace(plan, shards=tuple(shards))
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class Remote:
     arena: Any = type("Arena", (), {"size_bytes": 0, "view": memoryview(b"")})()
 
     moves = log_moves = 0
+    peer_log_step = None
 
     def __init__(self) -> None:
         self.at: list[tuple[str, int]] = []
@@ -56,7 +57,8 @@ class Remote:
 
 
 class Pool:
-    moves: Any = None
+    def __init__(self, arena: Any, keeper: Any = None) -> None:
+        self.keeper = keeper
 
     def close(self) -> None: ...
 
@@ -66,7 +68,7 @@ def keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keepers:
     given: Any = {"method": "lazy", "every": None, "keep": 1, "budget": None}
     options = validate_options(**given, on_failure="warn", progress_timeout_s=DEADLINE_S)
     terms, nothing = KeeperTerms(options, Seams(), tmp_path, "run", 4096), cast("Any", None)
-    monkeypatch.setattr(keepers_module, "CapturePool", lambda arena, lost: Pool())
+    monkeypatch.setattr(keepers_module, "CapturePool", Pool)
     monkeypatch.setattr(keepers_module, "is_there", lambda run, run_id, rank: False)
     return Keepers(terms, nothing, nothing)
 

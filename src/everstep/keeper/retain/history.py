@@ -251,7 +251,7 @@ class HistoryWindows:
     """Windows of one process, each read from the log that is on disk at that moment.
 
     Args:
-        history: steps that resume can go back to (:meth:`everstep.config.intervals.History.parse`).
+        history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
         clock: its monotonic time measures the age of segments.
     """
 

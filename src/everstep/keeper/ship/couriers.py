@@ -187,7 +187,7 @@ class Couriers:
         for number, fields in enumerate(places):
             self._open(number, TierOptions(**fields), identity, log, timeout_s)
         if link is not None:
-            link.subscribe(CopyMessage, self._on_message)
+            link.subscribe(CopyMessage, partial(_on_message, link, self.bases))
 
     def _open(
         self,
@@ -205,7 +205,7 @@ class Couriers:
         clock = self._seams.clock
         files = self._seams.filesystem
         # Completed operations on the directory count as progress of its courier.
-        watched = observed(files, partial(self._on_operation, number))
+        watched = observed(files, partial(_on_operation, self.bases, number))
         try:
             opened = open_tier(options.where, watched, clock=clock)
         except EverstepError as error:
@@ -302,22 +302,6 @@ class Couriers:
     def _all(self) -> list[BaseCopies | FollowingCopies | LogCopies]:
         return [*self.bases.values(), *self.logs]
 
-    def _on_operation(self, number: int) -> None:
-        # Opening the tier reads the directory before there is a courier.
-        if number in self.bases:
-            self.bases[number].group.report_progress()
-
-    def _on_message(self, sender: int, message: CopyMessage) -> None:
-        bases = self.bases.get(message.place)
-        if bases is not None:
-            bases.on_message(sender, message)
-        elif isinstance(message, CopyRequest) and self._link is not None:
-            first = message.manifest.record.markers[0]
-            base = BaseId(first.timeline, first.step)
-            # Reply at once: rank 0 would wait for this rank until a timeout.
-            reason = "this rank could not open the place"
-            self._link.send(sender, CopyReply(message.place, base, reason))
-
     def _report_hanging(self) -> list[WatchedTier]:
         """Return the places that hang; report each once while it does."""
         found: list[WatchedTier] = []
@@ -340,3 +324,30 @@ class Couriers:
                     )
                 )
         return found
+
+
+# Bound to the places of one timeline: threads and messages of the one before may come later.
+
+
+def _on_operation(places: Mapping[int, BaseCopies | FollowingCopies], number: int) -> None:
+    # Opening the tier reads the directory before there is a courier.
+    bases = places.get(number)
+    if bases is not None:
+        bases.group.report_progress()
+
+
+def _on_message(
+    link: JobLink,
+    places: Mapping[int, BaseCopies | FollowingCopies],
+    sender: int,
+    message: CopyMessage,
+) -> None:
+    bases = places.get(message.place)
+    if bases is not None:
+        bases.on_message(sender, message)
+    elif isinstance(message, CopyRequest):
+        first = message.manifest.record.markers[0]
+        base = BaseId(first.timeline, first.step)
+        # Reply at once: rank 0 would wait for this rank until a timeout.
+        reason = "this rank could not open the place"
+        link.send(sender, CopyReply(message.place, base, reason))

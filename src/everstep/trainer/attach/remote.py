@@ -300,9 +300,9 @@ class RemoteKeeper:
                 return
             # The keeper holds only the newest layout, and reads it when the capture is announced.
             if capture.layout not in self._layouts:
-                self._layouts.add(capture.layout)
                 layout = layout_to_wire(capture.plan)
                 self._send({"kind": "layout", "number": capture.layout, "layout": layout})
+                self._layouts.add(capture.layout)  # after the send, which may fail
             self._send(begin_to_wire(capture))
 
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:

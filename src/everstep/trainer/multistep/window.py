@@ -28,12 +28,11 @@ from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bit
 from everstep.errors import EverstepError, StateError
 from everstep.format import BasePlan, ShardIdentity
 from everstep.format.log import RecordHead
-from everstep.link import Save
 from everstep.link.assembly import Assembly, FuzzyParts, PartialUpdate
 from everstep.link.capture import Capture
 from everstep.link.pool import Block, CapturePool
 from everstep.link.recordable import pack_tensors, tensor_hyperparameters
-from everstep.link.save import copy_outcome, fail
+from everstep.link.save import Save, copy_outcome, fail
 from everstep.seams import failpoint
 from everstep.state.layout import ShardLayout
 from everstep.state.survey import Shape, Survey

@@ -105,7 +105,6 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     """
     run = place.run
     seams = place.seams
-    job = place.job
     peers = place.peers
     if not options.method.in_memory:
         refuse_single_base_with_peer(peers, state.ranks, options.keep)
@@ -136,7 +135,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     recorder = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
-        _refuse_lossy_replicas(state, place.peers, place.tiers, options.method.log)
+        _refuse_lossy_replicas(state, peers, place.tiers, options.method.log)
         limits = limits.on_disk(
             options,
             options.keep + footprint.bounds.beside,
@@ -153,13 +152,13 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         participants += [recorder] if replica is None else [recorder, replica]
     if options.is_multistep:
         require_replayable(state)
-        if job is not None:  # gradients of entries that other ranks write are not copied
+        if place.job is not None:  # gradients of entries that other ranks write are not copied
             gradient_bytes = replayable_gradient_bytes(state, footprint.shape)
             footprint = replace(footprint, gradients=(footprint.gradients[0], gradient_bytes))
         check_multistep_budget(
             options, memory.host_bytes, footprint.state_bytes, footprint.gradients[1]
         )
-        source = multistep = MultistepDriver(context, saver, window_end(job))
+        source = multistep = MultistepDriver(context, saver, window_end(place.job))
         participants.append(multistep)
     cadence = Cadence(
         context,
