@@ -18,7 +18,7 @@ import numpy as np
 
 from everstep.errors import AuditError, FormatError
 from everstep.format import BasePlan
-from everstep.format.log import RecordHead
+from everstep.format.log import RecordHead, layout_from_index, layout_to_index
 from everstep.link.capture import shard_offsets
 from everstep.link.messages import from_plain, to_plain
 from everstep.state.layout import ShardLayout
@@ -153,13 +153,20 @@ def assembly_to_wire(
             "objects": dict(update.objects),
             "offset": update.offset,
         }
+    fuzzy = None
+    if assembly.fuzzy is not None:
+        fuzzy = {
+            "seen": to_plain(assembly.fuzzy.seen),
+            "layout": layout_to_index(assembly.fuzzy.layout),
+            "data": assembly.fuzzy.data,
+        }
     # The last message: it makes the keeper take the updates received before and start to rebuild.
     yield {
         "kind": "assemble",
         "number": number,
         "shape": assembly.shape,
         "samples": to_plain(assembly.samples),
-        "fuzzy": to_plain(assembly.fuzzy),
+        "fuzzy": fuzzy,
     }
 
 
@@ -171,7 +178,12 @@ def assembly_from_wire(message: Mapping[str, Any], updates: Sequence[PartialUpda
 
     Raises:
         KeeperError: the message has invalid fields.
+        FormatError: the layout of the fuzzy parts is impossible.
     """
     samples = from_plain(message["samples"], tuple[Samples, ...])
-    fuzzy = from_plain(message["fuzzy"], FuzzyParts | None)
+    sent = message["fuzzy"]
+    fuzzy = None
+    if sent is not None:
+        seen = from_plain(sent["seen"], list[tuple[int, list[str]]])
+        fuzzy = FuzzyParts(seen, layout_from_index(sent["layout"]), sent["data"])
     return Assembly(message["shape"], updates, samples, fuzzy)

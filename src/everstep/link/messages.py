@@ -66,7 +66,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -115,7 +115,12 @@ def from_plain(fields: Any, kind: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else list(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    # A subclass of str or int would silently become something else.
+    if isinstance(value, Collection) and not isinstance(value, str | bytes | bytearray):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
 def identity_to_wire(identity: ShardIdentity) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def lock_file(
     """
     deadline_s = time.monotonic() + timeout_s
     for _ in range(_REPLACED_MAX):
-        file = LockedFile(path, _open(path, create))
+        file = _open(path, create)
         held = False
         try:
             if not _lock(file.fd, shared, deadline_s):
@@ -155,14 +155,17 @@ def try_lock(fd: int) -> bool:
         return False
 
 
-def _open(path: PurePath, create: bool) -> int:
+def _open(path: PurePath, create: bool) -> LockedFile:
     # O_NONBLOCK: opening a FIFO of this name must not hang.
     flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        return LockedFile(path, fd)
+    except BaseException:
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return fd
+        raise
 
 
 def _lock(fd: int, shared: bool, deadline_s: float) -> bool:
