@@ -51,6 +51,7 @@ def test_second_save() -> None:
     passes(enumerate_crashes(TrainingScenario(done=1)), operations_min=30)
 
 
+@pytest.mark.slow
 def test_saves_that_delete_and_recycle() -> None:
     scenario = TrainingScenario(done=2, saves=2, keep=1)
     passes(watch_crashes(scenario, images_per_point=2), operations_min=80)

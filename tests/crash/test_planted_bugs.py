@@ -214,6 +214,7 @@ def test_a_flipped_bit_is_passed_over_and_if_not_that_is_found(
         watch_crashes(scenario, images_per_point=0).raise_if_any()
 
 
-@pytest.mark.parametrize("saves", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [1, 2])
 def test_nothing_is_found_where_nothing_is_planted(saves: int) -> None:
     search(None, saves=saves).raise_if_any()

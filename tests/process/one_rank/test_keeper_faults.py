@@ -511,7 +511,7 @@ def held_now() -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("cycles", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cycles", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_starts_and_ends_leave_nothing(cycles: int, tmp_path: Path) -> None:
     """No descriptor, thread, process or mapping more after many of them than after two."""
     world = World()

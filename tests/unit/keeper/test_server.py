@@ -748,13 +748,11 @@ def test_without_descriptors_it_lives_on_and_takes_connections_later(
         assert (one.timeline, 6) in b.committed()
 
 
-def test_guests_leave_most_descriptors_to_the_keeper(run_folder: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
-    try:
-        server = Bench(run_folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def test_guests_leave_most_descriptors_to_the_keeper(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everstep.keeper.process.connections.limit_of", lambda _: 32)
+    server = Bench(run_folder)
     try:
         guests = [server.guest() for _ in range(20)]
         server.turn(3)

@@ -257,10 +257,11 @@ with opened(Path(sys.argv[1]), World(seed=9), every=None) as ckpt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch has no vector code here"
 )
-@pytest.mark.parametrize("capability", [pytest.param(None, marks=pytest.mark.slow), "default"])
+@pytest.mark.parametrize("capability", [None, "default"])
 def test_a_resume_on_a_processor_with_other_vector_code(
     capability: str | None, run_folder: Path
 ) -> None:
