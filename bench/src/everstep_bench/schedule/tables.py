@@ -125,7 +125,7 @@ FIGURE = {
     "disk, GB/s, more than, alexnet, batch 1": 37.0,
     "disk, GB/s, less than, larger models and batches": 5.0,
 }
-"""What section IV-B says in words of Fig. 2, whose bars carry no numbers, and of disks."""
+"""Statements of section IV-B about Fig. 2, whose bars carry no numbers, and about disks."""
 
 _WORDS = ("network",)
 _SLOW = f"operators of {LAUNCH_S * 1e6:.0f} us"

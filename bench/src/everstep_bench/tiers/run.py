@@ -138,7 +138,7 @@ TIERS: Mapping[str, str] = {
     DISK: "a rank's run folder",
     COPIES: "copies of all ranks in the durable place",
 }
-"""What is measured of each, in words."""
+"""Description of the bytes that are counted, by place."""
 
 
 @dataclass(frozen=True, slots=True)
