@@ -174,9 +174,7 @@ class _Resumable(Trainer):
 
     def _init_training_state(self, max_steps: int, *args: Any, **others: Any) -> tuple[int, int]:
         self._everstep.resume(super()._prepare_for_training, max_steps)
-        epoch, taken = super()._init_training_state(max_steps, *args, **others)
-        self._everstep.enter(epoch, taken)
-        return epoch, taken
+        return self._everstep.enter(*super()._init_training_state(max_steps, *args, **others))
 
     def _prepare_for_training(self, *args: Any, **others: Any) -> tuple[Any, Any]:
         return self._everstep.prepared
@@ -295,26 +293,31 @@ class _Run:
             )
         self._generators = RngStates.now()
         self._marked = recovery.step
+        trainer.state.stateful_callbacks = self._progress.of_callbacks()
         trainer.state.save_to_json(str(self._checkpoint))
         if self._on_resume is not None:
             self._on_resume(recovery)
 
-    def enter(self, epoch: int, taken: int) -> None:
-        """Continue in an epoch of which the Trainer will pass over ``taken`` batches."""
+    def enter(self, epoch: int, taken: int) -> tuple[int, int]:
+        """Return the epoch in which the Trainer continues, and the number of its batches to pass
+        over, given those that it has computed from the number of steps."""
         assert self._batches is not None
         loader = self._batches.loader
-        self._batches.passed_over = taken
         try:
             len(loader)
-        except TypeError:
-            return  # the Trainer counts a stream as one epoch; the loader knows better
-        loader.set_epoch(epoch)
-        if (batch := loader.state_dict()["batch"]) != taken:
-            raise StateError(
-                f"the state was saved after batch {batch} of epoch {epoch}, and the Trainer would "
-                f"continue after batch {taken}",
-                hint="resume with the same gradient_accumulation_steps",
-            )
+        except TypeError:  # to the Trainer a stream without a length is one epoch
+            at = loader.state_dict()
+            epoch, taken = at["epoch"], at["batch"]
+        else:
+            loader.set_epoch(epoch)
+            if (batch := loader.state_dict()["batch"]) != taken:
+                raise StateError(
+                    f"the state was saved after batch {batch} of epoch {epoch}, and the Trainer "
+                    f"would continue after batch {taken}",
+                    hint="resume with the same gradient_accumulation_steps",
+                )
+        self._batches.passed_over = taken
+        return epoch, taken
 
     def mark(self) -> None:
         """Mark the step that the Trainer has finished, unless it is marked already."""
@@ -401,6 +404,11 @@ class _Progress:
         # The result of train() is the mean loss of the steps of this process alone.
         trainer._total_loss_scalar = -self._restored["loss"].item()
         self._restored = None
+
+    def of_callbacks(self) -> dict[str, Any]:
+        """Return the states of all callbacks in the form of ``TrainerState``."""
+        stateful = [*self._callbacks(), self._trainer.control]
+        return TrainerState(stateful_callbacks=stateful).stateful_callbacks
 
     def _callbacks(self) -> list[Any]:
         found = self._trainer.callback_handler.callbacks
