@@ -20,6 +20,9 @@ METHODS = ("lazy", "logged")
         ("lightning_fit", {}, (7, 38)),
         ("peft_lora", {}, (8, 13)),
         ("trainer", {}, (7, 20)),
+        ("trainer_resumable", {}, (7, 24)),
+        ("trainer_resumable", {"SAVE": "epoch", "WORKERS": "2"}, (12, 25)),
+        ("trainer_resumable", {"DATA": "stream", "MAX_STEPS": "30"}, (5, 25)),
     ],
 )
 def test_killed_training_ends_in_the_same_bits(
