@@ -118,7 +118,7 @@ def test_a_change_past_the_optimizer_is_refused(run_folder: Path) -> None:
         ckpt.step()
         ckpt.save()
         ckpt.wait()
-        (side,) = inspect(ckpt).lane.current._streams.values()
+        (side,) = inspect(ckpt).lane.current.side_streams.values()
         world.train()
         ckpt.step()
         with torch.cuda.stream(side):

@@ -344,6 +344,11 @@ class StepEvents:
         self._optimizers: Mapping[str, Optimizer] = {}
         self._step: _Step | None = None  # None while no step is watched
 
+    @property
+    def remembered(self) -> int:
+        """Number of events, and patterns of updates, that have a number."""
+        return len(self._numbers) + len(self._patterns)
+
     def watch(self, roots: Iterable[nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
         """Watch these modules and optimizers from now on, and no others."""
         self.close()

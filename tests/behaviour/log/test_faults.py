@@ -230,13 +230,13 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
         HeldLane.gate = Gate()
         if gated:  # somebody opens it while the update waits
             monkeypatch.setattr(inspect(ckpt).lane, "gate", HeldLane.gate, raising=False)
-            copy = HeldLane._copy
+            copy = HeldLane.copy_batch
 
             def opening(self: HeldLane, batch: Batch, block: torch.Tensor) -> None:
                 self.gate.open()
                 copy(self, batch, block)
 
-            monkeypatch.setattr(HeldLane, "_copy", opening)
+            monkeypatch.setattr(HeldLane, "copy_batch", opening)
         train()
         ckpt.step()
         wanted = model.weight.detach().clone()

@@ -36,7 +36,7 @@ def no_collector() -> Iterator[None]:
 
 def mapped() -> set[int]:
     """Where memory is that was mapped to be shared."""
-    return set(memory._mappings)
+    return memory.mappings()
 
 
 def trained(

@@ -37,6 +37,7 @@ from everstep.tiers.object import ObjectTier, translate_error
 from everstep.tiers.options import open_tier
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from tests.support.copying import train
+from tests.support.dying import die
 from tests.support.objectstore import KEY, SECRET, FaultProxy, options, server, weed
 
 pytest.importorskip("obstore")
@@ -373,7 +374,7 @@ def test_a_forked_child_is_refused_and_does_not_hang(endpoint: str) -> None:
         except UnavailableError:
             os.write(writing, b"refused")
         finally:
-            os._exit(0)
+            die()
     os.close(writing)
     _, status = os.waitpid(child, 0)
     assert os.read(reading, 100) == b"refused"

@@ -509,7 +509,7 @@ class Ours(StepArm):
             self._checkpointer = None
             close_run(closing, self.processes(), self.setting.arm)
         for place in self._places:
-            _empty(place, self.seams())
+            empty_place(place, self.seams())
         super().close()
 
     @property
@@ -518,7 +518,8 @@ class Ours(StepArm):
         return self._checkpointer
 
 
-def _empty(place: str, seams: Seams) -> None:
+def empty_place(place: str, seams: Seams) -> None:
+    """Remove all copies from a place."""
     if not is_url(place):
         shutil.rmtree(place, ignore_errors=True)
         return
