@@ -23,7 +23,7 @@ from everstep.capture.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import byte_view, tensor_entry
-from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA
+from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, delay_gpu
 from tests.support.world import TIMEOUT_S
 
 pytestmark = NEEDS_CUDA
@@ -63,7 +63,7 @@ def copies_of(*tensors: torch.Tensor) -> list[Batch]:
 
 def busy() -> None:
     """The device is; what is enqueued now runs later."""
-    torch.cuda._sleep(_SLEEP_CYCLES)
+    delay_gpu(_SLEEP_CYCLES)
 
 
 def ignored(end: int) -> None: ...

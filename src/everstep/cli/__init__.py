@@ -85,7 +85,7 @@ def _root(
     pass
 
 
-def _add_plugged_in(app: typer.Typer) -> None:
+def add_plugged_in(app: typer.Typer) -> None:
     """Add the verbs of installed distributions, and a stand-in for each missing one of ours."""
     own = {command.callback.__name__ for command in app.registered_commands if command.callback}
     own |= {group.name for group in app.registered_groups if group.name}
@@ -129,7 +129,7 @@ def _add_missing(app: typer.Typer, name: str, summary: str, why: str) -> None:
 for _verb in (ls, inspect, verify, restore, replay, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
 app.add_typer(_plan, name="plan")
-_add_plugged_in(app)
+add_plugged_in(app)
 
 
 def main() -> int:

@@ -217,6 +217,11 @@ class SegmentReads:
         data = gathered(record.index.layout, record.tensors, self._path)
         return record.index.record(data, self._path)
 
+    @property
+    def pending(self) -> int:
+        """Number of records that are begun and were not returned."""
+        return len(self._pending)
+
     def submit_ahead(self) -> bool:
         """Submit as many reads as the budget allows; return True if none are left to submit."""
         for record in self._pending:
@@ -377,7 +382,7 @@ class LogReads:
     ) -> None:
         self._filesystem = filesystem
         self._read_from = read_from
-        self._budget = ReadBudget(ring, timeout_s)
+        self.budget = ReadBudget(ring, timeout_s)
         self._runs = _runs(expected)  # not open yet
         self._open: deque[SegmentReads] = deque()  # the segment being read comes first
         self._reads_ahead = True
@@ -430,7 +435,7 @@ class LogReads:
         return SegmentReads(
             self._filesystem if files is None else self._read_from(files),
             segment,
-            self._budget,
+            self.budget,
             first=first,
             end=end,
             meanwhile=self._submit_ahead,

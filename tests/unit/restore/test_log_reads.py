@@ -202,7 +202,7 @@ def test_what_was_not_expected_is_read_too(tmp_path: Path, ring: ChunkRing) -> N
             assert reads.digest_of(found[number - 1], place) is None
         del got
         reads.close()
-        assert (reads._budget.ahead_bytes, reads._budget.lent_bytes) == (0, 0)
+        assert (reads.budget.ahead_bytes, reads.budget.lent_bytes) == (0, 0)
 
 
 @pytest.mark.usefixtures("no_garbage")

@@ -18,7 +18,6 @@ from torch import nn
 from everstep.errors import FormatError, OptionError, UnavailableError, UnsupportedStateError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
-from everstep.replay import exactness
 from everstep.restore.offline import rank_files
 from everstep.restore.offline.audit import audit, pairs
 from everstep.restore.offline.rebuild import changes
@@ -28,6 +27,7 @@ from everstep.run.tensors import with_strides
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
+from tests.support.declared import declared
 from tests.support.logged import (
     World,
     edit_base,
@@ -550,15 +550,12 @@ def test_declared_classes_of_this_program_are_replayed(run_folder: Path) -> None
                         state["count"] = state.get("count", 0) + 1
                         parameter -= 2 * group["lr"] / state["count"] * parameter.grad
 
-    exactness.declare(Twice, elementwise=True)
-    try:
+    with declared(Twice):
         train(run_folder, World(Twice), 6, every=5)
         with rebuilder_of(run_folder) as rebuilder:
             assert "declared by its user" in rebuilder.state_at(4).why
             logged, other = rebuilder.without(6, {3}, 1)
             (found,) = [audit(rebuilder, pair) for pair in pairs(rebuilder)][:1]
-    finally:
-        exactness._DECLARED.pop(exactness.kind_name(Twice))
     counts = [
         decode(one.state.objects["everstep/objects/optimizer"])["state"]["model.0.weight"]["count"]  # type: ignore[index]
         for one in (logged, other)

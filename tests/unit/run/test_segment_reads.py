@@ -193,7 +193,7 @@ def test_no_more_is_begun_than_the_next_step(
     with reading(tmp_path, ring, 0) as reads:
         first = reads.read()
         assert bytes(first.data) == bytes(records[0].data)
-        assert len(reads._pending) == begun - 1
+        assert reads.pending == begun - 1
         assert [bytes(reads.read().data) for _ in records[1:]] == [
             bytes(record.data) for record in records[1:]
         ]
@@ -225,7 +225,7 @@ def test_one_step_is_read_while_another_is_in_use(
                 held = held[-2:] if kept else []
             held.append(reads.read())
             assert bytes(held[-1].data) == bytes(record.data)
-            ahead += any(coming.index.head.step > record.head.step for coming in reads._pending)
+            ahead += records[number + reads.pending].head.step > record.head.step
     assert ahead  # of the step that was asked for
     assert step_bytes < most_bytes <= 2 * step_bytes + step_bytes // 8
 
@@ -253,8 +253,7 @@ def test_hardly_more_is_taken_than_was_lent_at_one_time(sizes: list[int], kept: 
     for size in sizes:
         view = memory.take(size)
         most_bytes = max(most_bytes, memory.lent_bytes)
-        free_bytes = sum(block.size_bytes for block in memory._free)
         assert memory.lent_bytes >= size + sum(other.nbytes for other in held)
-        assert memory.lent_bytes + free_bytes <= most_bytes + most_bytes // 8
+        assert memory.lent_bytes + memory.free_bytes <= most_bytes + most_bytes // 8
         held = [*held, view][-kept:] if kept else []
         del view
