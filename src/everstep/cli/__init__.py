@@ -46,7 +46,7 @@ from everstep.cli.rm import rm
 from everstep.cli.verify import verify
 from everstep.errors import UnavailableError
 
-__all__ = ["app", "main"]
+__all__ = ["add_plugged_in", "app", "main"]
 
 # Named in --help even where everstep-bench is missing, so that users learn how to get them.
 _OF_BENCH = {

@@ -768,9 +768,8 @@ def alike(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     now = tensor.detach()
     return (
         now.data_ptr() == view.data_ptr()
-        and now.untyped_storage()._cdata == view.untyped_storage()._cdata
-        and now.storage_offset() == view.storage_offset()
-        and (now.shape, now.stride(), now.dtype) == (view.shape, view.stride(), view.dtype)
+        and now.is_set_to(view)  # storage, offset, shape and strides
+        and now.dtype == view.dtype
         and (now.is_conj(), now.is_neg()) == (view.is_conj(), view.is_neg())
     )
 
