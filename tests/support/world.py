@@ -247,9 +247,17 @@ def acquiring(
         del pool.acquire
 
 
+_OPEN = checkpointer_module._live
+
+
 def forget(path: Path) -> None:
     """Lets the next Checkpointer of ``path`` be one of another process, as far as it knows."""
-    checkpointer_module._live.pop((PurePath(path), 0), None)
+    _OPEN.pop((PurePath(path), 0), None)
+
+
+def forget_open_runs() -> None:
+    """Lets the next Checkpointers of all runs and ranks be those of another process."""
+    _OPEN.clear()
 
 
 def seed_everything(seed: int) -> None:

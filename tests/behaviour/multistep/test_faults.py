@@ -38,6 +38,7 @@ from everstep.trainer.multistep.held_gradients import (
 )
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.lanes import HeldLane, held
+from tests.support.lost_keepers import cut
 from tests.support.multistep.rows import over, restored
 from tests.support.multistep.world import Method, World, begin, report_of, start
 from tests.support.serving import Bench, die, serving
@@ -273,9 +274,7 @@ def test_interrupted_while_another_keeper_takes_over(
     world = World()
     ckpt = opened(served.run, world, method=method)
     run_steps(ckpt, world, 2)
-    lost = inspect(ckpt).keepers.current
-    lost._connection._stream.shutdown()  # type: ignore[union-attr]
-    lost._reader.join(TIMEOUT_S)  # type: ignore[union-attr]
+    cut(ckpt)
 
     def interrupts(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -301,9 +300,7 @@ def test_what_was_lost_with_a_keeper_is_not_taken_of_half_a_step(
     world = World()
     ckpt = opened(served.run, world, method=method)
     states = run_steps(ckpt, world, 2)
-    lost = inspect(ckpt).keepers.current
-    lost._connection._stream.shutdown()  # type: ignore[union-attr]
-    lost._reader.join(TIMEOUT_S)  # type: ignore[union-attr]
+    cut(ckpt)
 
     def leave() -> None:
         with ckpt:

@@ -61,6 +61,9 @@ class Silence:
     Args:
         pid: keeper process.
         timeout_s: seconds without a message after which the keeper counts as hung.
+
+    Attributes:
+        received_s: time of the last message, on the monotonic clock.
     """
 
     def __init__(self, clock: Clock, pid: int, timeout_s: float) -> None:
@@ -69,14 +72,14 @@ class Silence:
         self.timeout_s = timeout_s
         self.grace_s = _GRACE_S
         self._received = threading.Event()
-        self._received_s = self._reported_s = clock.monotonic_s()
+        self.received_s = self._reported_s = clock.monotonic_s()
 
     def message_received(self) -> None:
         """Note that a message has arrived, or that messages are expected only from now on.
 
         Called in any thread.
         """
-        self._received_s = self.clock.monotonic_s()
+        self.received_s = self.clock.monotonic_s()
         self._received.set()
 
     def check(self) -> None:
@@ -85,7 +88,7 @@ class Silence:
         Raises:
             DeadlineError: It has sent no message for too long.
         """
-        if self._is_over(self._received_s):
+        if self._is_over(self.received_s):
             raise self._error()
 
     def overdue(self) -> DeadlineError | None:
@@ -93,7 +96,7 @@ class Silence:
 
         For training, which continues meanwhile.
         """
-        if not self._is_over(max(self._received_s, self._reported_s)):
+        if not self._is_over(max(self.received_s, self._reported_s)):
             return None  # the usual case
         self._reported_s = self.clock.monotonic_s()
         return self._error()
@@ -113,7 +116,7 @@ class Silence:
         return not self._received.wait(self.grace_s)
 
     def _error(self) -> DeadlineError:
-        silent_s = self.clock.monotonic_s() - self._received_s
+        silent_s = self.clock.monotonic_s() - self.received_s
         return DeadlineError(
             f"the keeper (process {self._pid}) has sent no message for {silent_s:.0f} s",
             hint="it is stopped (kill -CONT continues it), or hangs, or this machine is "
@@ -146,6 +149,7 @@ class RemoteKeeper:
         replica_applied: number of the last log record that the replica has applied.
         peer_log_step: newest step of this timeline whose log this rank's peer holds, as last
             reported.
+        replica_requests: bases requested from its replica.
         moves, log_moves: counters of its progress with bases and with the log.
     """
 
@@ -178,7 +182,7 @@ class RemoteKeeper:
         # Orders the messages about captures, which two threads send.
         self._capture_lock = threading.Lock()
         self._log_layouts = LogLayouts(self._send)
-        self._replica_requests = ReplicaRequests(self._changed)
+        self.replica_requests = ReplicaRequests(self._changed)
         self._rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
         self.replica_applied = self.replica_bytes = 0
@@ -403,7 +407,7 @@ class RemoteKeeper:
             samples: samples of the live state.
             exact: True if it must be of the step of ``save``, and not of a later one.
         """
-        number = self._replica_requests.number()
+        number = self.replica_requests.number()
         message = base_request_to_wire(number, save.step, samples, exact=exact)
         try:
             with self._changed:
@@ -411,10 +415,10 @@ class RemoteKeeper:
                     self.lost_steps.add(save.step)
                     fail(save.durable, self.lost)
                     return
-                self._replica_requests.add(number, save, exact=exact)
+                self.replica_requests.add(number, save, exact=exact)
             self._send(message)
         except BaseException:  # an interrupt: the keeper may not have received the request
-            self._replica_requests.refused(
+            self.replica_requests.refused(
                 [number], KeeperError("the request was interrupted"), None
             )
             raise
@@ -422,7 +426,7 @@ class RemoteKeeper:
     def drop_replica(self) -> None:
         """Let the keeper drop its replica."""
         self._send({"kind": "no_replica"})
-        self._replica_requests.lose(KeeperError("the replica was dropped"))
+        self.replica_requests.lose(KeeperError("the replica was dropped"))
 
     def forget_log(self, upto: int) -> None:
         """Announce that the memory of records up to this number will be overwritten."""
@@ -457,7 +461,7 @@ class RemoteKeeper:
             while True:
                 with self._changed:
                     if self.lost is not None or not (
-                        self._waiting or self._replica_requests.pending
+                        self._waiting or self.replica_requests.pending
                     ):
                         break
                     self._changed.wait(patience.poll_s)
@@ -466,7 +470,7 @@ class RemoteKeeper:
                     seen = self.written_bytes
                 self._channel.check()
                 self.silence.check()
-                if steps := self._replica_requests.steps:
+                if steps := self.replica_requests.steps:
                     moves.check(
                         self.moves,
                         self.log_moves,
@@ -477,9 +481,7 @@ class RemoteKeeper:
                 if self._hung:  # reported already; the wait would never end
                     raise storage_hang_error(len(self._waiting))
                 with self._changed:
-                    left = (
-                        0 if self.lost else len(self._waiting) + len(self._replica_requests.steps)
-                    )
+                    left = 0 if self.lost else len(self._waiting) + len(self.replica_requests.steps)
                 if patience.is_over(left):
                     break
         self._channel.check()
@@ -504,9 +506,16 @@ class RemoteKeeper:
         self._send({"kind": "bye", "stay": stay or (self._recalled and not self._timeline)})
         self._reader.join(_ENDS_S)
         # Wakes a reader that is still waiting because the keeper has not closed its side in time.
-        self._connection.close()
-        self._reader.join(_READER_ENDS_S)
+        self.disconnect()
         self._lose(None)
+
+    def disconnect(self, timeout_s: float = _READER_ENDS_S) -> None:
+        """Close the connection without a message, and wait for the thread that reads it.
+
+        Unless this is part of :meth:`close`, the keeper is lost then.
+        """
+        self._connection.close()
+        self._reader.join(timeout_s)
 
     def _send(self, message: dict[str, Any]) -> None:
         """Send a message. A lost keeper is no error here: the reader thread reports it."""
@@ -535,14 +544,15 @@ class RemoteKeeper:
                 if received is None:
                     break
                 self.silence.message_received()
-                self._on_message(*received)
+                self.handle(*received)
         except Exception as found:
             error = found
         if not self._closing:
             self._lose(keeper_lost_error(self.pid, error))
         self._connection.close()
 
-    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+    def handle(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Handle a message of the keeper; called in the thread that reads them."""
         kind = message["kind"]
         # Statistics of another timeline belong to a session that has ended.
         if message.get("timeline") == self._timeline:
@@ -584,16 +594,16 @@ class RemoteKeeper:
                 ended = self._waiting.pop(message["number"], None)
                 self._changed.notify_all()
             if ended is not None:
-                self._replica_requests.retained(ended.step)
+                self.replica_requests.retained(ended.step)
         elif kind == "persisted":
-            self._replica_requests.persisted(
+            self.replica_requests.persisted(
                 message["numbers"], message["step"], message["size_bytes"]
             )
         elif kind == "retained":
-            self._replica_requests.retained(message["step"])
+            self.replica_requests.retained(message["step"])
         elif kind == "asks_refused":
             error = error_from_wire(message["error"])
-            self._replica_requests.refused(message["numbers"], error, message["step"])
+            self.replica_requests.refused(message["numbers"], error, message["step"])
 
     def _on_event(self, kind: str, message: dict[str, Any]) -> None:
         """Handle an event of the log, the peers or the replica."""
@@ -640,7 +650,7 @@ class RemoteKeeper:
                 return
             captures = list(self._writing.values())
             self.lost_steps.update(
-                (capture.step for capture in captures), self._replica_requests.steps
+                (capture.step for capture in captures), self.replica_requests.steps
             )
             # Before the dicts are cleared: a waiter that finds them empty reads ``lost``.
             self.lost = error or KeeperError("this keeper was released")
@@ -648,7 +658,7 @@ class RemoteKeeper:
             self._waiting.clear()
             self._changed.notify_all()
         # Without the lock: callbacks of futures and on_end() take other locks.
-        self._replica_requests.lose(self.lost)
+        self.replica_requests.lose(self.lost)
         self._log_on_disk(0)  # wake callers that wait for the log; they read ``lost``
         for capture in captures:
             fail(capture.save.durable, self.lost)
