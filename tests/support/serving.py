@@ -37,7 +37,7 @@ from everstep.seams.sockets import UnixStream, close_descriptors, connect_stream
 from everstep.state.layout.entries import Entry
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
-from tests.support.world import TIMEOUT_S
+from tests.support.world import TIMEOUT_S, Gate
 
 __all__ = [
     "OBJECT",
@@ -48,6 +48,7 @@ __all__ = [
     "connected_pair",
     "contents_of",
     "die",
+    "hold_log",
     "oracle",
     "serving",
 ]
@@ -432,6 +433,11 @@ def die(ckpt: Checkpointer) -> None:
     assert isinstance(remote, RemoteKeeper)
     remote.disconnect(TIMEOUT_S)
     inspect(ckpt).release()
+
+
+def hold_log(log: LogStore, gate: Gate) -> None:
+    """The thread that writes the log waits at the gate."""
+    log._thread.submit(gate.wait_at)
 
 
 def connected_pair(**options: Any) -> tuple[Connection, Connection]:

@@ -82,6 +82,10 @@ class Gate:
         self.reached = threading.Event()
         self._opened = threading.Event()
 
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
     def wait_at(self) -> None:
         self.reached.set()
         assert self._opened.wait(TIMEOUT_S), "nobody opened the gate"

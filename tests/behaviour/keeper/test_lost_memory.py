@@ -97,7 +97,7 @@ def take_one(ckpt: everstep.Checkpointer, world: World) -> dict[int, Any]:
     states = run_steps(ckpt, world, 2)
     save.staged.result(TIMEOUT_S)
     remote: Any = inspect(ckpt).keepers.current
-    until(lambda: not remote._rebuilding, "that it is whole")
+    until(lambda: not remote.rebuilding, "that it is whole")
     states |= run_steps(ckpt, world, 1)
     begin(ckpt)
     assert inspect(ckpt).multistep.window

@@ -199,7 +199,7 @@ def test_damaged_memory_is_noticed(
         assert held is not None
         assert held.durable is durable
         (file, _), *_ = held.files
-        file._parts[1][1000] ^= 1
+        file.parts[1][1000] ^= 1
         return found
 
     monkeypatch.setattr(RemoteKeeper, "recall", damaged)

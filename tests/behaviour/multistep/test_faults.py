@@ -590,8 +590,7 @@ def test_without_memory_for_gradients_the_base_is_given_up_and_taken_in_fewer_pa
     assert (report.abandoned, report.parts) == (1, 3)
     assert steps_on_disk(served.run) == [7]
     assert restored(served.run, World(seed=9), 7) == states[7]
-    assert inspect(ckpt).saver._pool is not None
-    assert not inspect(ckpt).saver._pool._allocator.used_bytes or inspect(ckpt).saver._pool._kept
+    assert not inspect(ckpt).keepers.pool.lent_bytes
 
 
 def test_a_small_arena_takes_fewer_parts_and_says_so(served: Bench) -> None:

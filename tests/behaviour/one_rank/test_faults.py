@@ -419,14 +419,14 @@ def test_a_read_that_hangs(run_folder: Path) -> None:
     fs.open = lambda path, *, direct=False: Slow(real(path, direct=direct))  # type: ignore[method-assign, assignment]
     state = {"n": 0, "t": torch.zeros(5000)}
     with opened(run_folder, state, fs=fs, progress_timeout_s=TIMEOUT_S) as ckpt:
-        assert inspect(ckpt).starter._timeout_s == TIMEOUT_S
-        inspect(ckpt).starter._timeout_s = 0.1
+        assert inspect(ckpt).starter.timeout_s == TIMEOUT_S
+        inspect(ckpt).starter.timeout_s = 0.1
         with pytest.raises(DeadlineError, match="a read took longer"):
             ckpt.resume()
         with pytest.raises(StateError, match="partly overwritten"):
             ckpt.step()
         gate.open()
-        inspect(ckpt).starter._timeout_s = TIMEOUT_S  # a disk that is slow is another matter
+        inspect(ckpt).starter.timeout_s = TIMEOUT_S  # a disk that is slow is another matter
         fs.open = real  # type: ignore[method-assign]
         assert ckpt.resume().step == 1
         ckpt.step()

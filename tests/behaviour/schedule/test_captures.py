@@ -146,7 +146,7 @@ def test_the_update_waits_for_the_copy(held: Gate, run_folder: Path) -> None:
     with checkpointer(run_folder, loop.state, lane=HeldLane) as ckpt:
         saved = loop.snapshot()
         ckpt.step()
-        loop._backward(1)
+        loop.backward(1)
         updated = threading.Event()
 
         def update() -> None:
@@ -558,8 +558,10 @@ def test_what_becomes_whole_behind_a_start_is_not_what_the_next_keeper_has(
     saver.start(service if same else Service(another, None, None, None, 1))
     gate.open()
     inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
-    assert (saver._parked is not None) is same
-    assert not same or saver._of_before
+    assert (saver.reachable_step is not None) is same
+    before = saver.saves
+    saver.persist_parked()
+    assert saver.saves == before, "it is of a timeline that is over"
     die(ckpt)
 
 

@@ -601,13 +601,11 @@ def test_a_store_that_is_down_lets_no_timeline_begin(run_folder: Path, tmp_path:
     trained(run_folder, 1)
     inner = MemoryTier()
     copies_of(run_folder, inner).copy_newest()
-    tier = FaultyTier(inner)
     run = tmp_path / "fresh"
-    seams = both(run, tier)
-    inventory = open_run_folder(seams.filesystem, PurePath(run))
-    tier._faults.append(TierFault("unavailable", count=FOREVER))
+    inventory = open_run_folder(both(run, inner).filesystem, PurePath(run))
+    down = both(run, FaultyTier(inner, [TierFault("unavailable", count=FOREVER)]))
     with pytest.raises(UnreachableError):
-        open_timeline(seams, PurePath(run), inventory, parent=None, exact=True)
+        open_timeline(down, PurePath(run), inventory, parent=None, exact=True)
     assert not list(run.glob("timeline-*/timeline.json"))
 
 

@@ -551,7 +551,7 @@ def main() -> None:
         ckpt.close()
         stats = ckpt.stats()
         over_steps = None if stats.multistep is None else asdict(stats.multistep)
-        taken = {"committed": stats.committed, "captured": inspect(ckpt).saver._captures}
+        taken = {"committed": stats.committed, "captured": inspect(ckpt).captured}
         say(**taken, multistep=over_steps)
     if world > 1:
         distributed.destroy_process_group()

@@ -150,6 +150,9 @@ class RemoteKeeper:
         peer_log_step: newest step of this timeline whose log this rank's peer holds, as last
             reported.
         replica_requests: bases requested from its replica.
+        log_layouts: layouts of records that the keeper has received.
+        rebuilding: functions to call when the keeper no longer reads the updates of a multi-step
+            base, by the number of its capture.
         moves, log_moves: counters of its progress with bases and with the log.
     """
 
@@ -181,9 +184,9 @@ class RemoteKeeper:
         self._abandoned = set[int]()
         # Orders the messages about captures, which two threads send.
         self._capture_lock = threading.Lock()
-        self._log_layouts = LogLayouts(self._send)
+        self.log_layouts = LogLayouts(self.send)
         self.replica_requests = ReplicaRequests(self._changed)
-        self._rebuilding: dict[int, Callable[[bool], None]] = {}
+        self.rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
         self.replica_applied = self.replica_bytes = 0
         self.peer_log_step: int | None = None
@@ -222,7 +225,7 @@ class RemoteKeeper:
         self.silence.message_received()  # a keeper that serves no process sends nothing
         self.replica_step = self.peer_log_step = None
         self.replica_applied = self.replica_bytes = 0
-        self._send(
+        self.send(
             {
                 "kind": "serve",
                 "timeline": timeline,
@@ -277,7 +280,7 @@ class RemoteKeeper:
 
     def forget_all(self) -> None:
         """Let the keeper free the memory of earlier training processes."""
-        self._send({"kind": "forget", "number": None})
+        self.send({"kind": "forget", "number": None})
 
     def begin(self, capture: Capture) -> None:
         """Register a capture. The keeper is notified by :meth:`announce`.
@@ -305,14 +308,14 @@ class RemoteKeeper:
             # The keeper holds only the newest layout, and reads it when the capture is announced.
             if capture.layout not in self._layouts:
                 layout = layout_to_wire(capture.plan)
-                self._send({"kind": "layout", "number": capture.layout, "layout": layout})
+                self.send({"kind": "layout", "number": capture.layout, "layout": layout})
                 self._layouts.add(capture.layout)  # after the send, which may fail
-            self._send(begin_to_wire(capture))
+            self.send(begin_to_wire(capture))
 
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
         """Report a complete capture. The keeper makes it durable even if this process dies."""
         self._send_objects(capture.number, objects)
-        self._send({"kind": "captured", "number": capture.number})
+        self.send({"kind": "captured", "number": capture.number})
 
     def assemble(
         self,
@@ -332,18 +335,18 @@ class RemoteKeeper:
         """
         self._send_objects(capture.number, objects)
         # Registered before the messages: the reply may arrive before this call returns.
-        self._rebuilding[capture.number] = on_rebuilt
+        self.rebuilding[capture.number] = on_rebuilt
         # Held until all messages are sent: another thread could give the number of a layout to
         # another one.
-        with self._log_layouts.lock:
-            for message in assembly_to_wire(capture.number, assembly, self._log_layouts.number):
-                self._send(message)
+        with self.log_layouts.lock:
+            for message in assembly_to_wire(capture.number, assembly, self.log_layouts.number):
+                self.send(message)
 
     def _send_objects(self, number: int, objects: Mapping[str, bytes]) -> None:
         for name, data in objects.items():
             for chunk in parts_of(data):
                 message = {"kind": "object", "number": number, "name": name, "part": chunk}
-                self._send(message)
+                self.send(message)
 
     def set_aside(self, capture: Capture) -> None:
         """Keep a complete capture in memory only; :meth:`wait` does not wait for it."""
@@ -362,7 +365,7 @@ class RemoteKeeper:
         # After an interrupt, the next wait() sends it again.
         self._unsent[capture.number] = message
         self.begin(capture)
-        self._send(message)
+        self.send(message)
         self._unsent.pop(capture.number, None)
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None:
@@ -372,7 +375,7 @@ class RemoteKeeper:
             # Under the lock, so the lane's thread announces the capture before this message or not
             # at all.
             self._abandoned.add(capture.number)
-            self._send({"kind": "abandon", "number": capture.number, "error": why})
+            self.send({"kind": "abandon", "number": capture.number, "error": why})
 
     def log(
         self,
@@ -387,13 +390,13 @@ class RemoteKeeper:
         if not inline:
             # Negative: the keeper collects objects of captures and of records in one table.
             self._send_objects(-number, objects)
-        with self._log_layouts.lock:
-            self._send(
+        with self.log_layouts.lock:
+            self.send(
                 {
                     "kind": "log",
                     "number": number,
                     "head": dataclasses.astuple(head),
-                    "layout": self._log_layouts.number(layout),
+                    "layout": self.log_layouts.number(layout),
                     "objects": dict(objects) if inline else None,
                     "offset": offset,
                 }
@@ -416,7 +419,7 @@ class RemoteKeeper:
                     fail(save.durable, self.lost)
                     return
                 self.replica_requests.add(number, save, exact=exact)
-            self._send(message)
+            self.send(message)
         except BaseException:  # an interrupt: the keeper may not have received the request
             self.replica_requests.refused(
                 [number], KeeperError("the request was interrupted"), None
@@ -425,20 +428,20 @@ class RemoteKeeper:
 
     def drop_replica(self) -> None:
         """Let the keeper drop its replica."""
-        self._send({"kind": "no_replica"})
+        self.send({"kind": "no_replica"})
         self.replica_requests.lose(KeeperError("the replica was dropped"))
 
     def forget_log(self, upto: int) -> None:
         """Announce that the memory of records up to this number will be overwritten."""
-        self._send({"kind": "forget_log", "upto": upto})
+        self.send({"kind": "forget_log", "upto": upto})
 
     def log_to_disk(self, on: bool) -> None:
         """Start or stop writing the log to disk, from the next step on."""
-        self._send({"kind": "log_to_disk", "on": on})
+        self.send({"kind": "log_to_disk", "on": on})
 
     def forget(self, capture: Capture) -> None:
         """Announce that the memory of a capture will be overwritten."""
-        self._send({"kind": "forget", "number": capture.number})
+        self.send({"kind": "forget", "number": capture.number})
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None:
         """Wait until every base that was begun is durable or has failed.
@@ -451,7 +454,7 @@ class RemoteKeeper:
         moves = ReplicaProgress(self.silence.clock, self.silence.timeout_s)
         for message in list(self._unsent.values()):
             # Marked as repeated: the keeper may have persisted the capture already.
-            self._send({**message, "again": True})
+            self.send({**message, "again": True})
         self._unsent.clear()
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting.values())
@@ -503,7 +506,7 @@ class RemoteKeeper:
         """
         # Before the message: the end of the connection is expected from now on, and is no loss.
         self._closing = True
-        self._send({"kind": "bye", "stay": stay or (self._recalled and not self._timeline)})
+        self.send({"kind": "bye", "stay": stay or (self._recalled and not self._timeline)})
         self._reader.join(_ENDS_S)
         # Wakes a reader that is still waiting because the keeper has not closed its side in time.
         self.disconnect()
@@ -517,7 +520,7 @@ class RemoteKeeper:
         self._connection.close()
         self._reader.join(timeout_s)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send a message. A lost keeper is no error here: the reader thread reports it."""
         if self.lost is not None:
             return
@@ -530,7 +533,7 @@ class RemoteKeeper:
         self, message: dict[str, Any], reply: str, timeout_s: float
     ) -> tuple[dict[str, Any], list[int]]:
         self._replies.forget(reply)
-        self._send(message)
+        self.send(message)
         return self._replies.wait(self, message["kind"], reply, timeout_s)
 
     def _read(self) -> None:
@@ -619,7 +622,7 @@ class RemoteKeeper:
             if message["step"] is not None:
                 self.peer_log_step = message["step"]
         elif kind == "rebuilt":
-            on_rebuilt = self._rebuilding.pop(message["number"], None)
+            on_rebuilt = self.rebuilding.pop(message["number"], None)
             if on_rebuilt is not None:
                 on_rebuilt(message["whole"])
 
