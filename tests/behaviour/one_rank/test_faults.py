@@ -531,6 +531,10 @@ def test_interrupted_while_the_keeper_is_told(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for ever for a base that is withdrawn."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     state = {"t": torch.zeros(2000)}
     with opened(run_folder, state, method="async", progress_timeout_s=TIMEOUT_S) as ckpt:
         ckpt.step()
@@ -539,25 +543,12 @@ def test_interrupted_while_the_keeper_is_told(
         ckpt.step()
         keeper = inspect(ckpt).keeper
         with monkeypatch.context() as patched:
-            patched.setattr(keeper, "_jobs", _Interrupting(keeper._jobs))  # type: ignore[union-attr]
+            patched.setattr(keeper, "captured", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ckpt.save()
             ckpt.wait(TIMEOUT_S / 4)
         ckpt.save()
     check_usable(run_folder, state, 2)
-
-
-class _Interrupting:
-    """A queue: a Ctrl-C comes with the first that is put."""
-
-    def __init__(self, queue: Any) -> None:
-        self.get, self._put, self._came = queue.get, queue.put, False
-
-    def put(self, job: Any) -> None:
-        if not self._came:
-            self._came = True
-            raise KeyboardInterrupt
-        self._put(job)
 
 
 def test_interrupted_while_resuming(run_folder: Path) -> None:
