@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from everstep.format.header import ShardIdentity
     from everstep.link.save import Save
     from everstep.trainer.attach.keeper import Keeper
-    from everstep.trainer.base import PreparedBase
     from everstep.trainer.base.saver import PendingCapture
     from everstep.trainer.log.recorder import Recorder
     from everstep.trainer.multistep.driver import MultistepDriver
@@ -83,13 +82,6 @@ class Inspection:
     def captured(self) -> int:
         """Number of captures begun by this process."""
         return self._session.parts.saver._captures
-
-    @property
-    def prepared(self) -> PreparedBase:
-        """Layout of the last base."""
-        prepared = self._session.parts.saver._prepared
-        assert prepared is not None
-        return prepared
 
     def part(self, kind: type[_Part]) -> _Part:
         """Return the participant of a class."""

@@ -263,7 +263,7 @@ _READERS = 2
 _TIMEOUT_S = 120.0
 # Memory of replay, measured and rounded up: torch; the state and temporaries of an update; segments
 # being read; updates waiting to be applied together.
-TORCH_BYTES = 400 << 20
+_TORCH_BYTES = 400 << 20
 _STATES = 2
 _SEGMENTS = 6
 _STEPS = 12
@@ -355,7 +355,7 @@ def _memory_shortage(pair: Pair, segments: list[SegmentFound]) -> str:
     per_step = ranks * max(
         (one.size_bytes // (one.last - one.after) for one in segments), default=0
     )
-    need = TORCH_BYTES + _STATES * max(pair.before.size_bytes, pair.after.size_bytes)
+    need = _TORCH_BYTES + _STATES * max(pair.before.size_bytes, pair.after.size_bytes)
     need += _SEGMENTS * largest + _STEPS * per_step
     left = memory_available_bytes()
     if need <= left // 2:
