@@ -299,7 +299,7 @@ def _work(job: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     # What is read from the environment when a module is loaded.
-    failpoints._arm_from_environment(os.environ.get("EVERSTEP_FAILPOINTS", ""))
+    failpoints.arm_from_environment(os.environ.get("EVERSTEP_FAILPOINTS", ""))
     sys.argv = ["-c", *job["arguments"]]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main

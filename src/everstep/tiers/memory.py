@@ -16,11 +16,14 @@ class MemoryFile:
 
     Args:
         parts: its bytes, as consecutive slices.
+
+    Attributes:
+        parts: those that are not empty.
     """
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._parts = [part for part in parts if part.nbytes]
-        self._size_bytes = sum(part.nbytes for part in self._parts)
+        self.parts = [part for part in parts if part.nbytes]
+        self._size_bytes = sum(part.nbytes for part in self.parts)
 
     @property
     def size_bytes(self) -> int:
@@ -28,7 +31,7 @@ class MemoryFile:
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         first = done = 0
-        for part in self._parts:
+        for part in self.parts:
             # `first` is the offset of the part in the file, `start` the offset in the part of the
             # next byte to copy. A part before `offset` yields a `start` past its end.
             start = max(offset + done - first, 0)

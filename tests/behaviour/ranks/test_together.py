@@ -349,7 +349,7 @@ def test_a_rank_that_fails_says_why_to_all_others(
         (lambda ckpt: inspect(ckpt).keepers, "open"),
         (lambda ckpt: inspect(ckpt).keepers, "recall_leftovers"),
         (lambda ckpt: inspect(ckpt).keepers, "listen"),
-        (lambda ckpt: Job, "_open_mailbox"),
+        (lambda ckpt: Job, "open_mailbox"),
         (lambda ckpt: inspect(ckpt).state, "is_shared"),
     ],
     ids=["keeper", "what it has left", "its mailbox", "own mailbox", "state"],
@@ -364,7 +364,7 @@ def test_a_rank_that_fails_before_they_meet_says_why_to_all_others(
 ) -> None:
     path, found = tmp_path / "run", dict[int, Exception]()
 
-    open_mailbox = Job._open_mailbox
+    open_mailbox = Job.open_mailbox
 
     def fails(*args: object, **options: object) -> object:
         if args and isinstance(args[0], Job) and args[0].info.rank != bad:
@@ -407,7 +407,7 @@ def test_a_rank_that_dies_while_what_was_replayed_is_handed_on_is_no_error_of_to
         rank, world, host = 1, 2, "127.0.0.1"
 
     with pytest.raises(DeadlineError, match="closed by peer") as caught:
-        Job(Alone(), 1.0)._collectively(Torn({"steps": 1}).gather, "hand it on")
+        Job(Alone(), 1.0).collectively(Torn({"steps": 1}).gather, "hand it on")
     assert caught.value.rank == 1
     assert "output of the other ranks" in str(caught.value)
 

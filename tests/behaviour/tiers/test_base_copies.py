@@ -47,6 +47,7 @@ from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
+from everstep.trainer.attach import keepers
 from everstep.trainer.attach.keeper import ThreadKeeper
 from tests.support.copying import FOREVER, Interloper, contents, put, train, wait_for
 from tests.support.world import flip
@@ -601,13 +602,11 @@ def test_a_store_that_is_down_lets_no_timeline_begin(run_folder: Path, tmp_path:
     trained(run_folder, 1)
     inner = MemoryTier()
     copies_of(run_folder, inner).copy_newest()
-    tier = FaultyTier(inner)
     run = tmp_path / "fresh"
-    seams = both(run, tier)
-    inventory = open_run_folder(seams.filesystem, PurePath(run))
-    tier._faults.append(TierFault("unavailable", count=FOREVER))
+    inventory = open_run_folder(both(run, inner).filesystem, PurePath(run))
+    down = both(run, FaultyTier(inner, [TierFault("unavailable", count=FOREVER)]))
     with pytest.raises(UnreachableError):
-        open_timeline(seams, PurePath(run), inventory, parent=None, exact=True)
+        open_timeline(down, PurePath(run), inventory, parent=None, exact=True)
     assert not list(run.glob("timeline-*/timeline.json"))
 
 
@@ -709,19 +708,26 @@ def test_a_machine_without_the_disk_goes_on_from_the_copy(run_folder: Path, tmp_
     assert newest_timeline_in(tier) == 2
 
 
-def test_a_keeper_does_not_end_before_it_has_heard_of_the_last_base(run_folder: Path) -> None:
+def test_a_keeper_does_not_end_before_it_has_heard_of_the_last_base(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever copies bases hears of one from ``on_done``: until then there is something to do."""
     model = torch.nn.Linear(7, 5)
     seen: list[list[int]] = []
+
+    def hears(*about: Any, **options: Any) -> ThreadKeeper:
+        return ThreadKeeper(*about, **options, on_done=heard)
+
+    def heard(_: Any) -> None:
+        seen.append([one.step for one in inspect(ckpt).keeper.waiting])
+
+    monkeypatch.setattr(keepers, "ThreadKeeper", hears)
     in_thread = KeeperOptions(process=False)
     with Checkpointer(run_folder, {"model": model}, every=1, keeper=in_thread) as ckpt:
         ckpt.resume()
-        keeper = inspect(ckpt).keeper
-        assert isinstance(keeper, ThreadKeeper)
-        keeper._on_done = lambda base: seen.append([one.step for one in keeper.waiting])
         ckpt.step()
-        keeper.wait(None)
-        assert keeper.waiting == []
+        inspect(ckpt).keeper.wait(None)
+        assert inspect(ckpt).keeper.waiting == []
     assert seen == [[1]]
 
 

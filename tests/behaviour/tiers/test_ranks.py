@@ -373,18 +373,18 @@ class Keeper:
         self.rank = session.rank
         self._keepers = keepers
         self.session = session
-        self._receiver: Any = None
+        self.receiver: Any = None
         keepers.append(self)
 
     def subscribe(self, kind: Any, receiver: Any) -> None:
-        self._receiver = receiver
+        self.receiver = receiver
 
     @property
     def last_receive_s(self) -> float:
         return Seams().clock.monotonic_s()
 
     def send(self, rank: int, message: Any) -> None:
-        self._keepers[rank]._receiver(self.rank, message)
+        self._keepers[rank].receiver(self.rank, message)
 
     def is_disconnected(self, rank: int) -> bool:
         return False

@@ -103,13 +103,13 @@ class Job:
     def __init__(self, folder: Path, *, world: int = WORLD, **options: Any) -> None:
         self.run = folder / "run"
         self.world = world
-        self._folder, self._options, self._starts = folder, options, 0
+        self._folder, self.options, self._starts = folder, options, 0
 
     def start(self, *environments: dict[str, str]) -> list[Trainer]:
         self._starts += 1
         meet = str(self._folder / f"meet-{self._starts}")
         found = environments or ({},) * self.world
-        about = str(self.run), json.dumps(self._options)
+        about = str(self.run), json.dumps(self.options)
         return [
             start_trainer(TRAINING, *about, str(rank), meet, str(self.world), **found[rank])
             for rank in range(self.world)

@@ -143,11 +143,12 @@ class _SharedEntries:
         try:
             for _, _, header, _ in opened.shards:
                 for place in header.placed:
-                    self._count(place, opened.marker.rank, opened.marker.world)
+                    self.count(place, opened.marker.rank, opened.marker.world)
         finally:
             opened.close()
 
-    def _count(self, place: Placed, writer: int, world: int) -> None:
+    def count(self, place: Placed, writer: int, world: int) -> None:
+        """Count an entry that one rank wrote."""
         placement = Placement.parse(place.entry.placement)
         name = place.entry.name
         if name.startswith(OBJECT_PREFIX):

@@ -465,7 +465,7 @@ class RankLog:
             failed = self._replay_resharded(replay)
         else:
             restored.loaded = self._with_shape(loaded)
-            if self._is_other_layout(restored.loaded, *replay.steps[0]):
+            if self.is_other_layout(restored.loaded, *replay.steps[0]):
                 return Redone(relaid=True, touched=False)
             failed = self._replay_own(replay)
         if isinstance(failed, UnknownClassError) and self._request.strict:
@@ -617,7 +617,7 @@ class RankLog:
         if unusable is not None:
             restored.skipped.append(unusable)
 
-    def _is_other_layout(self, loaded: LoadedBase, timeline: int, step: int) -> bool:
+    def is_other_layout(self, loaded: LoadedBase, timeline: int, step: int) -> bool:
         """Return True if the first step after a base belongs to another layout than this rank
         has now."""
         if loaded.marker.world == 1 or loaded.mismatches:

@@ -321,7 +321,7 @@ class RankRestore:
         if not choice.readers or loaded is None or loaded.layout is not None or self._log is None:
             return
         picked = places.pick(places.readable)
-        layout = _read_layout(base, picked or {}, self._request.state.optimizers)
+        layout = read_layout(base, picked or {}, self._request.state.optimizers)
         self.outcome.loaded = replace(loaded, layout=layout)
 
     def _base_of(self, choice: Choice) -> BaseFound:
@@ -348,7 +348,7 @@ class _ReportedProgress:
         self._shown.advance(amount)
 
 
-def _read_layout(
+def read_layout(
     base: BaseFound, places: Mapping[int, Place], optimizers: Collection[str]
 ) -> SavedLayout | None:
     """Return the layout of a base from its headers; None if they can no longer be read.

@@ -172,7 +172,7 @@ class Job:
         with contextlib.ExitStack() as opened:
             # Until the exchange, the other ranks wait for this rank's message, whatever it says.
             with self.reporting_failure():
-                mailbox = self._open_mailbox()
+                mailbox = self.open_mailbox()
                 opened.callback(mailbox.close)
                 mine = self._message(request, keeper, purpose, mailbox)
                 node = run.node_start(request.run, rank, request.seams.clock, self._timeout_s)
@@ -289,13 +289,13 @@ class Job:
         reports = self.exchange("tell what was read", mine)
         resumed = with_ranks(resumed, reports)
         if resumed.base is not None:
-            self._collectively(state.sync_zero_parameters, "hand each other what they replayed")
+            self.collectively(state.sync_zero_parameters, "hand each other what they replayed")
             rebuild = partial(state.buckets.rebuild, [report["buckets"] for report in reports])
-            notes = self._collectively(rebuild, "rehearse a backward of DDP")
+            notes = self.collectively(rebuild, "rehearse a backward of DDP")
             resumed = doubted(resumed, notes)
         return resumed
 
-    def _collectively(self, do: Callable[[], _T], purpose: str) -> _T:
+    def collectively(self, do: Callable[[], _T], purpose: str) -> _T:
         """Call a function that uses torch's collectives on all ranks.
 
         Raises:
@@ -310,7 +310,12 @@ class Job:
                 hint="see the output of the other ranks",
             ) from error
 
-    def _open_mailbox(self) -> TcpMailbox:
+    def open_mailbox(self) -> TcpMailbox:
+        """Open the mailbox of this rank for the start.
+
+        Raises:
+            KeeperError: It cannot be opened.
+        """
         host = self._group.host
         try:
             return TcpMailbox(host)
