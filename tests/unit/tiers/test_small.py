@@ -1,4 +1,4 @@
-"""Names, URLs, caps, retries, and tiers as file systems."""
+"""Names, URLs, options, retries, and tiers as file systems."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import pytest
 
 from everstep.errors import (
     DeadlineError,
-    InfeasibleError,
     OptionError,
     OutOfSpaceError,
     PermissionDeniedError,
     UnreachableError,
 )
-from everstep.keeper.ship.courier import HOUR_S, ObjectRate
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
@@ -56,37 +54,7 @@ def test_what_is_a_url(text: str, url: bool) -> None:
     assert is_url(text) == url
 
 
-# --- Caps -------------------------------------------------------------------------------
-
-
-def test_no_hour_has_more_than_the_cap() -> None:
-    """Whatever is asked for: windows are looked at from every moment."""
-    clock, cap = ManualClock(), 20
-    rate = ObjectRate(cap, clock)
-    written: list[tuple[float, int]] = []
-    for number in range(200):
-        count = 1 + number * 7 % 5
-        wait_s = rate.wait_s(count)
-        if wait_s > 0:
-            clock.advance(wait_s / 2)
-            assert rate.wait_s(count) > 0, "it said that it would take longer"
-            clock.advance(wait_s / 2)
-            assert rate.wait_s(count) == 0, "it said that it would take no longer"
-        rate.wrote(count)
-        written.append((clock.monotonic_s(), count))
-        clock.advance(number * 37 % 101)
-    for begin_s, _ in written:
-        inside = sum(n for at_s, n in written if begin_s <= at_s < begin_s + HOUR_S)
-        assert inside <= cap
-    assert rate.total == sum(n for _, n in written)
-
-
-def test_caps_that_let_nothing_through() -> None:
-    with pytest.raises(OptionError):
-        ObjectRate(0, ManualClock())
-    with pytest.raises(InfeasibleError):
-        ObjectRate(3, ManualClock()).wait_s(4)
-    assert ObjectRate(None, ManualClock()).wait_s(10**9) == 0
+# --- Options ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +64,6 @@ def test_caps_that_let_nothing_through() -> None:
         {"where": 7},
         {"where": "s3://b", "every_s": -1},
         {"where": "s3://b", "keep": 0},
-        {"where": "s3://b", "objects_per_hour": 0},
         {"where": "s3://b", "keep": True},
     ],
 )

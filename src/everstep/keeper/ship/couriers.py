@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from everstep.keeper.persist import JobLink
     from everstep.keeper.process.duty import Handler, ServedTimeline
     from everstep.keeper.ship.base_copies import BaseCopies, FollowingCopies
-    from everstep.keeper.ship.courier import ObjectRate
     from everstep.keeper.ship.log_copies import LogCopies
 
 _WORDS = {
@@ -139,9 +138,6 @@ class Couriers:
         self._tiers: list[WatchedTier] = []
         # URLs of places that hang, as reported.
         self._hanging: set[str] = set()
-        # By URL or directory. Kept from one timeline to the next: the limit holds for any hour,
-        # also when the trainer restarts within it.
-        self._rates: dict[str, ObjectRate] = {}
 
     def serve(self, timeline: ServedTimeline) -> None:
         """Start to copy to the places that the trainer names."""
@@ -199,7 +195,7 @@ class Couriers:
     ) -> None:
         # Loaded at first use, as most runs need none: training waits for a keeper to start.
         from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
-        from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate, pace_s
+        from everstep.keeper.ship.courier import CopyPlace, Courier
         from everstep.keeper.ship.log_copies import LogCopies, shrinking
 
         clock = self._seams.clock
@@ -214,18 +210,14 @@ class Couriers:
             return
         tier = WatchedTier(opened, clock)
         self._tiers.append(tier)
-        rate = ObjectRate(options.objects_per_hour, clock, self._rates.get(options.where))
-        self._rates[options.where] = rate
-        place = CopyPlace(tier, identity.timeline, rate)
+        place = CopyPlace(tier, identity.timeline)
         if options.log != "none":
-            every_s = pace_s(options.objects_per_hour)
             steps = LogCopies(
-                Courier(place, clock, self._post, retry_s=max(_RETRY_S, every_s)),
+                Courier(place, clock, self._post, retry_s=_RETRY_S),
                 log,
                 identity,
                 batch_steps=options.log_steps,
                 lossy=shrinking(options),
-                pace_s=every_s,
             )
             steps.start()
             self.logs.append(steps)
