@@ -74,7 +74,7 @@ def copies_of(
     """Copies of a run, made by hand: in no thread."""
     posted: list[EverstepError] = more.pop("posted", [])
     clock = more.pop("clock", ManualClock())
-    courier = Courier(CopyPlace(tier, timeline), clock, posted.append)
+    courier = Courier(tier, timeline, clock, posted.append)
     group = CopyGroup(None, clock, 0, 0, 1, timeout_s=120.0)
     return BaseCopies(courier, files, PurePath(run), group, keep=keep, **more)
 

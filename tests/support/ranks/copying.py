@@ -13,7 +13,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
-from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier
+from everstep.keeper.ship.courier import ROOT, Courier
 from everstep.restore.load.load import check_contents
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
@@ -92,8 +92,10 @@ class Job:
         clock = more.pop("clock", ManualClock())
 
         def group(rank: int) -> tuple[Courier, CopyGroup]:
-            place = CopyPlace((tiers or {}).get(rank, tier), timeline)
-            courier = Courier(place, clock, lambda error: self.posted.append((rank, error)))
+            mine = (tiers or {}).get(rank, tier)
+            courier = Courier(
+                mine, timeline, clock, lambda error: self.posted.append((rank, error))
+            )
             others = _Others(self, rank)
             return courier, CopyGroup(others, clock, 0, rank, self.world, timeout_s=5.0)
 

@@ -13,7 +13,7 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import SegmentQueue
-from everstep.keeper.ship.courier import CopyPlace, Courier
+from everstep.keeper.ship.courier import Courier
 from everstep.keeper.ship.log_copies import LogCopies
 from everstep.keeper.ship.senders import CopyStats, LogSender
 from everstep.restore.fetch.held import PeerLog, pack_steps
@@ -169,8 +169,7 @@ class Copying:
         self, tier: Tier, *, identity: ShardIdentity = IDENTITY, log: Log | None = None, **more: Any
     ) -> LogCopies:
         """Another keeper copies this log, or another one, to a place."""
-        place = CopyPlace(tier, identity.timeline)
-        courier = Courier(place, self.clock, self.posted.append, retry_s=5.0)
+        courier = Courier(tier, identity.timeline, self.clock, self.posted.append, retry_s=5.0)
         store = (log or self.log).store
         return LogCopies(courier, store, identity, **more)
 

@@ -408,7 +408,6 @@ _RUN_ID = "0" * 32
 def test_the_log_of_a_new_timeline_waits_for_the_base_that_it_leads_on_from() -> None:
     """Training went back behind the newest copy; the base that it rests on is still on its way."""
     tier, clock, log, posted = MemoryTier(), ManualClock(), Log(), list[Any]()
-    place = CopyPlace(tier, 2)
     for number, parent, fork in ((1, None, 0), (2, 1, 50)):
         record = TimelineRecord(_RUN_ID, number, parent, fork, True, 1, {}, 0.0)
         tier.create(f"{timeline_dir(ROOT, number).name}/{TIMELINE_RECORD}", record.encode())
@@ -425,7 +424,7 @@ def test_the_log_of_a_new_timeline_waits_for_the_base_that_it_leads_on_from() ->
     tier.create("run.json", RunRecord(_RUN_ID).encode())
     commit(1, 100)
     identity = ShardIdentity(_RUN_ID, 2, 0, 0, 0, 1, True)
-    copies = LogCopies(Courier(place, clock, posted.append), log.store, identity, batch_steps=5)
+    copies = LogCopies(Courier(tier, 2, clock, posted.append), log.store, identity, batch_steps=5)
     copies.base_durable()  # as at the start of a timeline
 
     def there() -> list[str]:

@@ -45,8 +45,8 @@ from everstep.keeper.ship.courier import CopyRetention, CopyWork, Courier
 from everstep.restore.fetch.rank_copies import foreign
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.seams import Clock, FileSystem, ReadFile, failpoint
+from everstep.seams.filesystem import observed
 from everstep.tiers import read_record
-from everstep.tiers.contract import ReadThrough
 
 _log = logging.getLogger("everstep.keeper")
 _POLL_S = 0.1
@@ -191,13 +191,12 @@ class BaseCopier(CopyWork):
             return
         if self.courier.closed:
             raise StorageError(f"copying was stopped before {name}")
+        # The transfer may take long: each read counts as progress.
+        self._place.tier.put(name, observed(source, self._report_progress))
 
-        def read(buffer: memoryview, offset: int) -> int:
-            # The transfer may take long: each read counts as progress.
-            self.group.report_progress()
-            return source.read_into(buffer, offset)
-
-        self._place.tier.put(name, ReadThrough(source, read))
+    def _report_progress(self) -> None:
+        self.courier.moved()
+        self.group.report_progress()
 
     def _open(self, path: PurePath, record: FileRecord) -> CheckedFile:
         return CheckedFile(OpenShard.open(self._filesystem, path, record))
@@ -393,7 +392,7 @@ class BaseCopies(BaseCopier):
         while True:
             # Repeated: requests and replies may be lost.
             self._request_copies(manifest)
-            self.group.report_progress()
+            self._report_progress()
             with self.courier.changed:
                 current = self._round
                 assert current is not None

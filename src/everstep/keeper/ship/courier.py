@@ -38,6 +38,7 @@ from everstep.keeper.ship.senders import CopyStats
 from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams import Clock
+from everstep.seams.filesystem import observed
 from everstep.seams.processes import Condition
 from everstep.tiers import Tier, read_record
 from everstep.tiers.files import TierFileSystem, tier_errors
@@ -332,12 +333,14 @@ class Courier:
     """Makes copies in one place, turn by turn.
 
     Args:
-        place: the place, with the timeline that is copied.
+        tier: the place.
+        timeline: the timeline that is copied.
         post: called with errors, in any thread.
         retry_s: seconds after which a failed turn is repeated, and reported once per outage. None:
             the next turn comes with the next base.
 
     Attributes:
+        place: the place; each completed operation on it counts as progress.
         changed: guards the state of the courier and of its work, which several threads use.
         closed: True after :meth:`close`.
         refused: True after an error for good: no more copies are made.
@@ -348,13 +351,14 @@ class Courier:
 
     def __init__(
         self,
-        place: CopyPlace,
+        tier: Tier,
+        timeline: int,
         clock: Clock,
         post: Callable[[EverstepError], None],
         *,
         retry_s: float | None = None,
     ) -> None:
-        self.place = place
+        self.place = CopyPlace(observed(tier, self.moved), timeline)
         self.clock = clock
         self.changed = Condition()
         self.closed = False
@@ -366,6 +370,7 @@ class Courier:
         self.post = post
         self._retry_s = retry_s
         self._down = False
+        self._progress_s = 0.0
         self._due_s: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -378,6 +383,17 @@ class Courier:
     def over(self) -> bool:
         """True if no more copies are made."""
         return self.closed or self.refused
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the last progress of the turn; 0 between turns."""
+        # at_work is read first: once it is set, so is the progress of this turn.
+        return self.clock.running_s() - self._progress_s if self.at_work else 0.0
+
+    def moved(self) -> None:
+        """Note progress; called in any thread."""
+        # running_s() stands still while this process is stopped: that is no hang.
+        self._progress_s = self.clock.running_s()
 
     def start(self, work: CopyWork, name: str) -> None:
         """Start the thread."""
@@ -419,6 +435,7 @@ class Courier:
         with self.changed:
             # One step: a courier is busy because a turn is due, or because it is at work.
             self._due_s = None
+            self.moved()
             self.at_work = True
         try:
             work.turn()

@@ -40,6 +40,7 @@ from everstep.keeper.ship.courier import ROOT, CopyWork, Courier
 from everstep.restore.fetch.held import copy_steps
 from everstep.run.scan import bases_keeping_log
 from everstep.seams import failpoint
+from everstep.seams.filesystem import observed
 from everstep.tiers import MemoryFile, PeerOptions, TierOptions
 from everstep.tiers.files import tier_errors
 
@@ -242,7 +243,7 @@ class LogCopies(CopyWork):
         # File, fence, marker: the marker promises that the file is complete, and a process of an
         # older timeline must not add to the history (I11).
         place.check_fence()
-        place.tier.put(f"{directory}/{plan.name}", file)
+        place.tier.put(f"{directory}/{plan.name}", observed(file, self.courier.moved))
         failpoint("log_copy.before_marker")
         marker = Marker.of(identity, (written.record,))
         place.create(f"{directory}/{marker_name(identity.rank)}", marker.encode())
