@@ -19,6 +19,7 @@ from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.progress import silent
+from everstep.testing.conformance import walk
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
@@ -135,7 +136,7 @@ class Job:
 
 
 def names_in(tier: Tier) -> list[str]:
-    return [item.name for item in tier.walk()]
+    return [item.name for item in walk(tier)]
 
 
 def usable(tier: Tier) -> list[int]:

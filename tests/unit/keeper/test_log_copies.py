@@ -29,6 +29,7 @@ from everstep.restore.log import LogFound
 from everstep.run.scan import Inventory
 from everstep.run.segments import scan_log
 from everstep.seams import ManualClock, failpoints
+from everstep.testing.conformance import walk
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
@@ -319,7 +320,7 @@ def test_segments_go_when_no_base_needs_them(monkeypatch: pytest.MonkeyPatch) ->
     copying.copies.base_durable()
     copying.turn()
     assert copying.there() == []
-    assert not [item for item in copying.tier.walk() if "rank-00001" in item.name]
+    assert not [item for item in walk(copying.tier) if "rank-00001" in item.name]
 
 
 class _Base:
@@ -428,7 +429,7 @@ def test_the_log_of_a_new_timeline_waits_for_the_base_that_it_leads_on_from() ->
     copies.base_durable()  # as at the start of a timeline
 
     def there() -> list[str]:
-        names = [item.name for item in tier.walk() if item.name.endswith("/rank-00000.done")]
+        names = [item.name for item in walk(tier) if item.name.endswith("/rank-00000.done")]
         return sorted(name.split("/")[2][7:12] for name in names if "/log/" in name)
 
     for step in range(51, 71):
