@@ -215,7 +215,6 @@ class PeerCopies:
         stats.peered_bytes = sent.copied_bytes
         stats.peers_passed_over = sent.missed
         if exchange.log is not None:
-            stats.peered_steps = exchange.log.stats.copied
             stats.peer_missed = exchange.log.stats.missed
 
     def close(self, *, timeout_s: float = 0.0) -> None:
