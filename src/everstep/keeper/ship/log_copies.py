@@ -48,6 +48,10 @@ _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20
 """Maximum size of a segment of several steps; a single step may be larger."""
 _SETTLE_S = 5.0
+_OTHER_FORMS = (
+    'use another TierOptions(log=): "adaptive" needs the fewest bytes (log_ratio=), "whole" copies '
+    'every record unchanged, "none" copies bases only, as happens meanwhile'
+)
 _TOO_SLOW = "their memory was reused before that: copying is slower than logging"
 
 
@@ -328,23 +332,9 @@ class LogCopies(CopyWork):
                 rank=self._identity.rank,
                 tier=self.courier.place.kind,
                 path=url,
-                hint=self._alternative(waited=flaw is None) + ". Bases are still copied",
+                hint=_OTHER_FORMS,
             )
         )
-
-    def _alternative(self, *, waited: bool) -> str:
-        """Return a hint how to avoid missing steps.
-
-        Args:
-            waited: True: the link or the store was too slow; False: a record cannot be copied.
-        """
-        if not waited:
-            exact = 'use TierOptions(log="whole"), which copies records unchanged; or '
-            return (exact if self._lossy is not None else "") + 'log="none"'
-        smaller = 'use TierOptions(log="adaptive"), which needs a hundredth of the bytes'
-        if self._lossy is not None:
-            smaller = "lower TierOptions.log_ratio"
-        return smaller + '; or use log="none"'
 
 
 def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:
