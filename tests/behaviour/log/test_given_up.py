@@ -116,7 +116,6 @@ def test_a_base_of_a_branch_that_was_given_up(
     assert (value, parent_of(run_folder, recovery.timeline)) == (8, (1, 8))
     (note,) = recovery.notes
     assert "step 8 of timeline 1 is on an abandoned branch" in note
-    assert "timeline 2 started at step 4 of timeline 1" in note
     assert note in caplog.messages
     assert recovery.exact, "as it was"
     recovery, value = look(run_folder)
@@ -148,7 +147,6 @@ def test_a_step_that_only_the_log_of_another_branch_has(run_folder: Path) -> Non
         recovery = ckpt.rewind(8)
     assert recovery.step == 8
     assert "step 8 of timeline 1 is on an abandoned branch" in str(recovery.notes)
-    assert "started at step 3 of timeline 1" in str(recovery.notes)
 
 
 def test_a_timeline_that_came_to_nothing_does_not_choose_the_branch(run_folder: Path) -> None:
@@ -213,7 +211,7 @@ def test_commands_say_it(run_folder: Path, tmp_path: Path) -> None:
     about: tuple[Any, ...] = ("restore", run_folder, "--step")
     assert document(*about, 6, "--out", tmp_path / "a")["given_up"] is None
     said = document(*about, 8, "--out", tmp_path / "b")["given_up"]
-    assert "timeline 2 started at step 4 of timeline 1" in said
+    assert "step 8 of timeline 1 is on an abandoned branch" in said
     meant = document(*about, 8, "--timeline", 1, "--out", tmp_path / "c")
     assert (meant["timeline"], meant["given_up"]) == (1, None)
     shown = invoke(*about, 8, "--out", tmp_path / "d")

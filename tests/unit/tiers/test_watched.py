@@ -19,7 +19,7 @@ from everstep.keeper.ship.couriers import Couriers
 from everstep.keeper.ship.log_copies import LogCopies
 from everstep.seams import ManualClock, PosixFileSystem, ReadFile, Seams
 from everstep.testing.conformance import CHECKS, Check, Place
-from everstep.tiers.contract import Tier
+from everstep.tiers.contract import Tier, pieces_of
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import TierOptions
 from tests.support.following import until
@@ -74,11 +74,12 @@ def test_what_is_written_moves_with_each_piece(run_folder: Path, base: bool) -> 
 
     class Slow(MemoryTier):
         def put(self, name: str, source: ReadFile) -> None:
-            for offset in range(0, source.size_bytes, 1 + source.size_bytes // 4):
+            data = bytearray()
+            for piece in pieces_of(source, name, 1 + source.size_bytes // 4):
                 clock.advance(7.0)
                 stalled.append(found[0].stalled_s)
-                source.read_into(memoryview(bytearray(1)), offset)
-            super().put(name, source)
+                data += piece
+            super().put(name, MemoryFile([memoryview(bytes(data))]))
 
     courier = _courier(Slow(), clock)
     found.append(courier)
