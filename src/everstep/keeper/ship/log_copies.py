@@ -49,8 +49,8 @@ _SEGMENT_BYTES = 32 << 20
 """Maximum size of a segment of several steps; a single step may be larger."""
 _SETTLE_S = 5.0
 _OTHER_FORMS = (
-    'use another TierOptions(log=): "adaptive" needs the fewest bytes (log_ratio=), "whole" copies '
-    'every record unchanged, "none" copies bases only, as happens meanwhile'
+    'bases are still copied; try another TierOptions(log=): "adaptive" needs the fewest bytes '
+    '(log_ratio=), "whole" copies every record unchanged, "none" copies bases only'
 )
 _TOO_SLOW = "their memory was reused before that: copying is slower than logging"
 
