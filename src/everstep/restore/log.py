@@ -222,7 +222,7 @@ class LogReader:
         If a record cannot be read, an error is yielded in place of the mark, and the generator
         ends. To be used by one thread at a time, and closed if not exhausted.
 
-        Nothing is verified. Records on disk are read ahead (:class:`.log_reads.ReadBudget`). Their
+        Nothing is verified. Records on disk are read ahead (:class:`.LogReads`). Their
         memory is reused once nothing refers to it, so a caller that keeps records keeps their
         memory.
 

@@ -81,23 +81,19 @@ class MemoryTier:
             return MemoryFile([memoryview(self._objects[name][0])])
 
     def scan(self, prefix: str = "") -> list[Item]:
-        found = {}
-        for item in self.walk(prefix):
-            rest = item.name[len(prefix) + 1 if prefix else 0 :]
-            name = item.name[: len(item.name) - len(rest)] + rest.split("/")[0]
-            found[name] = item if name == item.name else Item(name, None)
-        return sorted(found.values())
-
-    def walk(self, prefix: str = "") -> list[Item]:
         if prefix:
             check_name(prefix)
         under = f"{prefix}/" if prefix else ""
+        found = {}
         with self._lock:
-            return sorted(
-                Item(name, len(data), modified_s)
-                for name, (data, modified_s) in self._objects.items()
-                if name.startswith(under)
-            )
+            for name, (data, modified_s) in self._objects.items():
+                if name.startswith(under):
+                    child = under + name.removeprefix(under).split("/")[0]
+                    is_object = child == name
+                    found[child] = (
+                        Item(name, len(data), modified_s) if is_object else Item(child, None)
+                    )
+        return sorted(found.values())
 
     def delete(self, name: str) -> None:
         check_name(name)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path, PurePath
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from everstep.capture.lane import CpuTransfer
 from everstep.errors import DeadlineError
 from everstep.format.reader import read_result
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, _wait
-from everstep.keeper.ship.couriers import WatchedTier
+from everstep.keeper.ship.courier import Courier
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.seams import ManualClock, SystemClock
@@ -170,26 +171,20 @@ def test_a_pause_is_no_replica_that_gets_nowhere() -> None:
 
 def test_a_pause_is_no_place_that_hangs() -> None:
     clock, gate = ManualClock(), Gate()
-
-    class Slow(MemoryTier):
-        def refresh(self) -> None:
-            pass
-
-        def check(self) -> None:
-            gate.wait_at()
-
-    tier = WatchedTier(Slow(), clock)
-    thread = threading.Thread(target=tier.check)
+    courier = Courier(MemoryTier(), 1, clock, raising)
+    work: Any = SimpleNamespace(turn=gate.wait_at)
+    thread = threading.Thread(target=courier.take_turn, args=(work,))
     thread.start()
     try:
         assert gate.reached.wait(TIMEOUT_S)
         clock.stand_still(HOUR_S)
-        assert tier.stuck(600.0) is None
+        assert courier.stalled_s == 0.0
         clock.advance(600.0)
-        assert tier.stuck(600.0) == ("reading it", 600.0)
+        assert courier.stalled_s == 600.0
     finally:
         gate.open()
         thread.join(TIMEOUT_S)
+    assert courier.stalled_s == 0.0, "nothing is under way"
 
 
 def test_a_transfer_goes_on_behind_a_pause(waits: Waits) -> None:

@@ -16,7 +16,6 @@ from everstep.errors import (
     DeadlineError,
     EverstepError,
     FencedError,
-    InfeasibleError,
     OptionError,
     RecoveryError,
     StorageError,
@@ -25,16 +24,15 @@ from everstep.format.header import ShardIdentity
 from everstep.format.names import CONDEMNED
 from everstep.format.records import TimelineRecord
 from everstep.keeper.persist import job_committer as commits_module
-from everstep.keeper.ship.courier import ROOT, ObjectRate, newest_timeline_in
+from everstep.keeper.ship.courier import ROOT, newest_timeline_in
 from everstep.keeper.ship.couriers import Couriers
 from everstep.link.messages import JobSession, KeeperStats
 from everstep.run.scan import scan_run
-from everstep.seams import ManualClock, Seams
+from everstep.seams import Seams
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
-from everstep.tiers.options import TierOptions
 from everstep.tiers.retry import RetryingTier
 from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.job import run_folder as folder_module
@@ -43,7 +41,7 @@ from tests.support.ranks import tiers
 from tests.support.ranks.copying import FILES, Job, names_in, store, usable
 from tests.support.ranks.peer_logs import Log
 from tests.support.ranks.tiers import fill, saved, sources, started, up_to
-from tests.support.ranks.together import resume, save, train, trained, trainings
+from tests.support.ranks.together import resume, save, train, trained
 from tests.support.world import flip
 
 apart = tiers.apart  # the fixture
@@ -205,20 +203,6 @@ def test_faults_behind_retries_do_no_harm(apart: list[Path]) -> None:
         tiers = {rank: RetryingTier(FaultyTier.seeded(inner, 10 * seed + rank)) for rank in (0, 1)}
         Job(apart, inner, tiers=tiers).copy()
         assert usable(inner) == [3]
-
-
-def test_the_cap_is_shared() -> None:
-    options = TierOptions("s3://bucket/run", objects_per_hour=10)
-    assert [options.of_rank(world).objects_per_hour for world in (1, 2, 4)] == [10, 5, 2]
-    assert TierOptions("/copies").of_rank(4).objects_per_hour is None
-
-
-def test_a_cap_that_is_too_low_for_one_rank_says_what_all_need(apart: list[Path]) -> None:
-    clock = ManualClock()
-    rate = ObjectRate(TierOptions("/copies", objects_per_hour=4).of_rank(2).objects_per_hour, clock)
-    with pytest.raises(InfeasibleError, match="each of 2 ranks") as refused:
-        Job(apart, MemoryTier(), clock=clock, rate=rate).copy()
-    assert refused.value.needed == 6
 
 
 # --- The fence and retention ------------------------------------------------------------
@@ -621,14 +605,6 @@ def test_copies_of_another_run_are_refused(
     other = saved(tmp_path / "x", tmp_path / "y")
     with pytest.raises(EverstepError, match="another run"), started(*other):
         pass
-
-
-def test_a_cap_below_one_object_for_each_rank_is_refused(tmp_path: Path) -> None:
-    tier = TierOptions("/copies", objects_per_hour=1)
-    refused = pytest.raises(OptionError, match="less than one for each")
-    with refused, trainings(tmp_path / "a", tmp_path / "b", tiers=[tier]):
-        pass
-    assert not (tmp_path / "a").exists()
 
 
 def test_histories_that_went_apart_are_refused(

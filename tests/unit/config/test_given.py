@@ -75,7 +75,6 @@ FITS: dict[str, tuple[Any, ...]] = {
     "TierOptions.where": ("x", "10 min", Path("x")),
     "TierOptions.every_s": (5, 0, 0.5),
     "TierOptions.keep": (None, 5),
-    "TierOptions.objects_per_hour": (None, 5),
     "TierOptions.log": (),
     "TierOptions.log_steps": (5,),
     "TierOptions.log_ratio": (0.5,),

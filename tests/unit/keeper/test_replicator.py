@@ -380,7 +380,7 @@ class ClosedMeanwhile:
 
 
 def test_figures_are_added_while_the_exchange_is_closed() -> None:
-    copies = PeerCopies(Seams(), PurePath("/run"), cast(Any, None), lambda *_: None)
+    copies = PeerCopies(Seams(), PurePath("/run"), lambda *_: None)
     copies.exchange = cast(Any, ClosedMeanwhile(copies))
     stats = KeeperStats()
     copies.add_to(stats)

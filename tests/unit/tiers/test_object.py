@@ -29,7 +29,7 @@ from everstep.errors import (
 )
 from everstep.seams import PosixFileSystem
 from everstep.testing import conformance as checks
-from everstep.testing.conformance import CHECKS, Place, conformance
+from everstep.testing.conformance import CHECKS, Place, conformance, walk
 from everstep.tiers import object as object_module
 from everstep.tiers.contract import read_whole
 from everstep.tiers.memory import MemoryFile
@@ -263,7 +263,7 @@ def test_no_error_shows_a_secret(proxy: FaultProxy, caplog: pytest.LogCaptureFix
     tier = retrying(tier_at(proxy.url))
     calls = [
         ("GET", lambda: tier.check()),
-        ("GET", lambda: tier.walk()),
+        ("GET", lambda: tier.scan()),
         ("HEAD", lambda: tier.open("x")),
         ("PUT", lambda: tier.put("x", source(b"x"))),
         ("PUT", lambda: tier.create("y", b"x")),
@@ -421,7 +421,7 @@ def test_a_flipped_bit_in_the_store_is_found(store: str, run_folder: Path) -> No
     train(run_folder, 2, tiers=[store])
     shutil.rmtree(run_folder)
     tier = open_tier(store, PosixFileSystem())
-    (name,) = [item.name for item in tier.walk() if item.name.endswith(".safetensors")]
+    (name,) = [item.name for item in walk(tier) if item.name.endswith(".safetensors")]
     data = bytearray(read(tier, name))
     data[-1] ^= 1
     tier.put(name, source(bytes(data)))

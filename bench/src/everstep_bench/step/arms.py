@@ -22,6 +22,7 @@ from everstep.checkpointer import Checkpointer
 from everstep.compress import Compressor
 from everstep.config.options import KeeperOptions, LogOptions
 from everstep.seams import Seams
+from everstep.testing.conformance import walk
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.tiers.options import is_url, open_tier
 from everstep_bench.harness.children import TIMEOUT_S
@@ -524,5 +525,5 @@ def empty_place(place: str, seams: Seams) -> None:
         shutil.rmtree(place, ignore_errors=True)
         return
     with contextlib.closing(open_tier(place, seams.filesystem, clock=seams.clock)) as tier:
-        for item in tier.walk():
+        for item in walk(tier):
             tier.delete(item.name)
