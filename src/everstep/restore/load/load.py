@@ -125,7 +125,6 @@ class LoadedBase:
         shape: shape digest (see :mod:`everstep.state.layout.entries`); only for a base of one rank.
         redone: number of updates replayed to bring all parts to the step of the base
             (:mod:`everstep.restore.offline.rank_files`).
-        rank_bytes: bytes read from the files of each rank.
         layout: distribution of the tensors over the ranks that saved the base; only if it is
             another one than now.
         restrided: names of tensors whose strides differ from those when they were saved.
@@ -141,7 +140,6 @@ class LoadedBase:
     notes: tuple[str, ...]
     shape: str = ""
     redone: int = 0
-    rank_bytes: Mapping[int, int] = field(default_factory=dict)
     layout: SavedLayout | None = None
     restrided: frozenset[str] = frozenset()
     tied: tuple[str, ...] = ()
@@ -345,7 +343,7 @@ def _load(
     made = _Completed()
     if complete is not None:
         made.read(saved, with_redo, wanted, complete)
-    rank_bytes, entries = _read(saved, wanted, reads, ahead, made)
+    size_bytes, entries = _read(saved, wanted, reads, ahead, made)
     tensors = targets.finish()
     for name, expected in shared.items():
         # Lazy conjugation and negation are resolved, as the digest is of the stored bytes. cpu()
@@ -375,7 +373,6 @@ def _load(
     layout = None
     if saved.world != state.ranks.world:
         layout = SavedLayout.of(saved, opened, state.optimizers)
-    size_bytes = sum(rank_bytes.values())
     return LoadedBase(
         planned.marker,
         size_bytes,
@@ -384,7 +381,6 @@ def _load(
         tuple(notes),
         shape,
         made.updates,
-        rank_bytes=rank_bytes,
         layout=layout,
         restrided=restrided(view, tensors),
         tied=tied,
@@ -462,13 +458,13 @@ class _Completed:
 
     Attributes:
         numbers: of these files.
-        rank_bytes: bytes read, by rank that wrote them.
+        size_bytes: bytes read.
         updates: number of updates replayed.
         doubts: reasons why the result may differ from training, in words.
     """
 
     numbers: set[int] = field(default_factory=set)
-    rank_bytes: dict[int, int] = field(default_factory=dict)
+    size_bytes: int = 0
     entries: int = 0
     updates: int = 0
     doubts: list[str] = field(default_factory=list)
@@ -483,8 +479,7 @@ class _Completed:
         """Replay and read the files of these ranks, one rank after another, so that one rank's
         files at a time are in memory."""
         for one in with_redo:
-            rank = one.marker.rank
-            mine = saved.files_of(rank)
+            mine = saved.files_of(one.marker.rank)
             # Also without fills: _read() must skip these files, whose entries are of different
             # updates.
             self.numbers.update(mine)
@@ -493,7 +488,7 @@ class _Completed:
                 continue
             made = complete(one)
             self.entries += len(made.fill(fills_of))
-            self.rank_bytes[rank] = one.size_bytes
+            self.size_bytes += one.size_bytes
             self.updates = max(self.updates, made.updates)
             doubt = f"its redo file was replayed here, which is not exact: {made.doubt}"
             self.doubts += [doubt] if made.doubt and doubt not in self.doubts else []
@@ -505,9 +500,8 @@ def _read(
     reads: Reads,
     ahead: ReadsAhead | None,
     made: _Completed,
-) -> tuple[dict[int, int], int]:
-    """Read the remaining files; return the bytes by rank that wrote them, and the number of
-    entries.
+) -> tuple[int, int]:
+    """Read the remaining files; return the number of bytes and of entries.
 
     A base of one rank is read completely, so that the digests of its files are verified, too.
 
@@ -515,7 +509,7 @@ def _read(
         made: totals of the files read before.
     """
     entries = made.entries
-    rank_bytes = made.rank_bytes
+    size_bytes = made.size_bytes
     for number, shard in enumerate(saved.files):
         if number in made.numbers:
             continue
@@ -532,10 +526,8 @@ def _read(
         )
         places = header.placed if entire_file else [header.placed[index] for index in pieces.wanted]
         entries += len(places)
-        size_bytes = shard.record.length if entire_file else sum(p.end - p.begin for p in places)
-        writer = header.identity.rank
-        rank_bytes[writer] = rank_bytes.get(writer, 0) + size_bytes
-    return rank_bytes, entries
+        size_bytes += shard.record.length if entire_file else sum(p.end - p.begin for p in places)
+    return size_bytes, entries
 
 
 def _refuse_unused(

@@ -37,13 +37,12 @@ from everstep.format import TimelineRecord, digest
 from everstep.format.log import LogRecord
 from everstep.restore.fetch import StartChannel
 from everstep.restore.fetch.held import FetchedLog, lay_out_records, records_from_pack
-from everstep.restore.fetch.sources import RankRead
 from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes
 from everstep.restore.load import LoadedBase, Restored
 from everstep.restore.log import LogFound, LogReader
 from everstep.restore.redo import UnknownClassError, doubt_about
 from everstep.restore.reshard import LogsInMemory, ReshardedLogs
-from everstep.restore.start.report import Resumed, ResumeRequest
+from everstep.restore.start.report import ResumeRequest
 from everstep.restore.start.roll_forward import replay as replay_chain
 from everstep.restore.start.roll_forward import replayable
 from everstep.run import BaseFound, Chain, Inventory, Skipped
@@ -423,22 +422,6 @@ class RankLog:
         """Return the timeline records that came from other nodes, so that all ranks can compare
         them."""
         return {log.record.timeline: log.record for log in self.lent if log.is_of(inventory)}
-
-    def with_lent(self, resumed: Resumed, choice: Choice) -> Resumed:
-        """Add the number of replayed steps that came from other nodes."""
-        reach = choice.reach
-        base = choice.base
-        if reach is None or base is None or not self.lent:
-            return resumed
-        steps = {
-            step
-            for log in self.lent
-            for step in range(log.steps.run.first, log.steps.run.last + 1)
-            if base.step < step <= reach.step
-        }
-        size_bytes = sum(log.steps.memory.nbytes for log in self.lent)
-        read = RankRead(self._rank, "peer", size_bytes)
-        return replace(resumed, lent=len(steps), reads=(*resumed.reads, read))
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
