@@ -16,7 +16,7 @@ from pathlib import PurePath
 
 from everstep.commit import BaseId
 from everstep.errors import EverstepError, RecoveryError
-from everstep.format import Marker, TimelineRecord
+from everstep.format import Marker
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch import KeeperContents
@@ -219,7 +219,6 @@ def why_inexact(
     loaded: LoadedBase | None,
     base: BaseId | None,
     markers: Iterable[Marker],
-    timelines: Iterable[TimelineRecord | None],
 ) -> str:
     """Return in words why a state is not exact; "" if it is.
 
@@ -229,7 +228,6 @@ def why_inexact(
         loaded: result of loading the base; None on a fresh start, like ``base``.
         base: base that was loaded.
         markers: markers of the ranks that wrote it.
-        timelines: timeline records of the run.
     """
     if replay:
         return replay
@@ -241,8 +239,10 @@ def why_inexact(
     if of := {marker.rank: marker.inexact for marker in markers if not marker.exact}:
         ranks = f" (rank(s) {', '.join(map(str, sorted(of)))})" if loaded.marker.world > 1 else ""
         reasons = "; ".join(dict.fromkeys(filter(None, of.values())))
-        why = ": ".join(filter(None, (_lineage(base, timelines), reasons)))
-        found.append(f"the base of {base}{ranks} is marked as not exact: {why}")
+        found.append(
+            f"the base of {base}{ranks} is marked as not exact: it was not saved from the "
+            "complete, exact state of training" + (f": {reasons}" if reasons else "")
+        )
     if loaded.mismatches:
         name, problem = loaded.mismatches[0]
         more = _more(len(loaded.mismatches), "mismatched")
@@ -254,23 +254,6 @@ def why_inexact(
 
 def _more(count: int, where: str) -> str:
     return f" (and {count - 1} more, see Recovery.{where})" if count > 1 else ""
-
-
-def _lineage(base: BaseId, timelines: Iterable[TimelineRecord | None]) -> str:
-    records = {one.timeline: one for one in timelines if one is not None}
-    since = None
-    record = records.get(base.timeline)
-    while record is not None and not record.exact:
-        since = record
-        parent = record.parent
-        # A forged record may name a later parent, or itself: ignore it, or the loop never ends.
-        record = records.get(parent) if parent is not None and parent < since.timeline else None
-    if since is None:
-        return "it was not saved from the complete, exact state of training"
-    return (
-        f"it descends from the state with which timeline {since.timeline} began at step "
-        f"{since.fork_step}, which was not exact"
-    )
 
 
 def missing_sections(

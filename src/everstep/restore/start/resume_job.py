@@ -172,8 +172,7 @@ class _RankStart:
             return ELSEWHERE
         choice = go.choice
         markers = () if choice.manifest is None else choice.manifest.markers
-        replay = outcome.redone.inexact
-        return why_inexact(replay, outcome.audit, loaded, choice.base, markers, choice.timelines)
+        return why_inexact(outcome.redone.inexact, outcome.audit, loaded, choice.base, markers)
 
     def _carry_out(self, outs: Iterable[AgreementOut]) -> None:
         todo = list(outs)
