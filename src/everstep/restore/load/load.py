@@ -13,7 +13,6 @@ A non-finite parameter is restored like any other, but the user is warned about 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ import torch
 from everstep.commit import BaseId
 from everstep.errors import FormatError, MismatchError
 from everstep.format import Marker, digest
-from everstep.format.reader import OpenShard, ReadsAhead, read_body
+from everstep.format.reader import OpenShard, read_body
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.saved_ranks import (
     SavedLayout,
@@ -47,7 +46,6 @@ from everstep.run import BaseFound, OpenBase, Skipped
 from everstep.run.open_base import open_ranks
 from everstep.run.tensors import shape_of_base
 from everstep.seams import FileSystem
-from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout import OBJECT_PREFIX, Box, Entry
 from everstep.state.providers import OptimizerProvider, RestorePlan
@@ -82,7 +80,6 @@ class Reads:
         sink: Callable[[int, memoryview], None],
         wanted: Sequence[int] | None = None,
         on_entry: Callable[[int], None] | None = None,
-        ahead: ReadsAhead | None = None,
     ) -> None:
         """Read the body of an opened file; see :func:`.reader.read_body`."""
         read_body(
@@ -93,7 +90,6 @@ class Reads:
             sink=sink,
             wanted=wanted,
             on_entry=on_entry,
-            reads=ahead,
         )
 
 
@@ -273,13 +269,8 @@ def load_ranks(
             f"{with_redo[0]}: its entries are at different updates", path=with_redo[0]
         )
     saved = SavedRanks(opened, contents(opened[0])[0] if single_rank else None, partly=partly)
-    # Files with a redo file are read by ``complete``, and a second time here would be wasted.
-    ahead = () if with_redo and complete is not None else opened
-    with _read_ahead(ahead, reads) as started:  # while the rest is planned
-        planned = _plan(saved, opened, state, strict, complete)
-        return _load(
-            saved, opened, state, reads, planned, on_touch, started, complete, strict=strict
-        )
+    planned = _plan(saved, opened, state, strict, complete)
+    return _load(saved, opened, state, reads, planned, on_touch, complete, strict=strict)
 
 
 def compare_ranks(
@@ -301,23 +292,6 @@ def compare_ranks(
     return SkippedState(planned.mismatches, state.left_out(planned.plans, taken))
 
 
-def _read_ahead(
-    opened: Sequence[OpenBase], reads: Reads
-) -> contextlib.AbstractContextManager[ReadsAhead | None]:
-    """Start reading the first file of a base of one rank, which is read completely in any case.
-
-    A file that claims more than the available memory is left until it was checked.
-    """
-    if not opened or opened[0].marker.world != 1 or not opened[0].shards:
-        return contextlib.nullcontext()
-    shard = opened[0].shards[0]
-    if shard.record.length > memory_available_bytes():
-        return contextlib.nullcontext()
-    ahead = ReadsAhead(shard, reads.ring, timeout_s=reads.timeout_s)
-    ahead.start()
-    return ahead
-
-
 def _load(
     saved: SavedRanks,
     opened: Sequence[OpenBase],
@@ -325,7 +299,6 @@ def _load(
     reads: Reads,
     planned: _Planned,
     on_touch: Callable[[], None],
-    ahead: ReadsAhead | None,
     complete: CompleteRank | None,
     *,
     strict: bool,
@@ -343,7 +316,7 @@ def _load(
     made = _Completed()
     if complete is not None:
         made.read(saved, with_redo, wanted, complete)
-    size_bytes, entries = _read(saved, wanted, reads, ahead, made)
+    size_bytes, entries = _read(saved, wanted, reads, made)
     tensors = targets.finish()
     for name, expected in shared.items():
         # Lazy conjugation and negation are resolved, as the digest is of the stored bytes. cpu()
@@ -498,7 +471,6 @@ def _read(
     saved: SavedRanks,
     wanted: Mapping[int, Sequence[Fill]],
     reads: Reads,
-    ahead: ReadsAhead | None,
     made: _Completed,
 ) -> tuple[int, int]:
     """Read the remaining files; return the number of bytes and of entries.
@@ -522,7 +494,6 @@ def _read(
             sink=pieces.sink,
             wanted=None if entire_file else pieces.wanted,
             on_entry=pieces.entry_done,
-            ahead=None if number else ahead,
         )
         places = header.placed if entire_file else [header.placed[index] for index in pieces.wanted]
         entries += len(places)
