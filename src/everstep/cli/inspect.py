@@ -16,7 +16,6 @@ from rich.console import Console
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.log import (
-    records_in,
     run_log,
     segment_as_json,
     show_records,
@@ -197,6 +196,8 @@ def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
 def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
     """Read one shard; its marker beside it, if present, vouches for its header."""
     from everstep.format.reader import read_header, read_record_bytes
+    from everstep.run.open_base import is_redo_file
+    from everstep.run.segments import read_heads
 
     if kind_of(path) is None:
         hint = "everstep inspect RUN lists the entries of a run, --json their files"
@@ -212,7 +213,7 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
             record = next((file for file in marker.files if file.name == path.name), None)
     with reading(path), contextlib.closing(filesystem.open(path)) as file:
         header = read_header(file, record, path) if record else _unvouched(file, path)
-        records = records_in(file, header, path)
+        records = read_heads(file, header, path) if is_redo_file(header) else ()
     found = _Found(path, "file", vouched=record is not None, records=records)
     found.headers.append((path.name, header))
     return found

@@ -70,6 +70,9 @@ def restore(
     with rebuilding(filesystem, inventory) as (rebuilder, ring):
         rebuilt = rebuilder.state_at(step, timeline)
         written = write_run(PosixFileSystem(), folder, rebuilt, ring)
+    at = BaseId(rebuilt.timeline, rebuilt.step)
+    # Of a step that was requested with its timeline, this is known.
+    abandoned = describe_abandoned(at, inventory.branches) if timeline is None else None
     found: dict[str, Any] = {
         "path": inventory.path,
         "run": inventory.run,
@@ -86,7 +89,7 @@ def restore(
         "size_bytes": rebuilt.state.size_bytes,
         "skipped": rebuilt.skipped,
         "notes": rebuilt.notes,
-        "given_up": given_up(inventory, rebuilt, timeline),
+        "given_up": abandoned,
         "seconds": time.monotonic() - start_s,
     }
     if json_output:
@@ -94,32 +97,21 @@ def restore(
         return
     show = console()
     for one in rebuilt.skipped:
-        place = f"step {one.step} of timeline {one.timeline}"
-        say(show, f"passed over {place}: {one.reason}", "yellow")
+        say(show, f"passed over {BaseId(one.timeline, one.step)}: {one.reason}", "yellow")
     replayed = f" and {count_of(rebuilt.replayed, 'step')} of the log" if rebuilt.replayed else ""
     show.print(
         label(
-            f"step {rebuilt.step} of timeline {rebuilt.timeline}, from base "
-            f"{rebuilt.base.step}{replayed}: {found['entries']} entries, "
+            f"{at}, from base {rebuilt.base.step}{replayed}: {found['entries']} entries, "
             f"{in_words(found['size_bytes'])}, " + ("exact" if rebuilt.exact else "not exact")
         )
     )
-    if found["given_up"]:
-        say(show, found["given_up"], "yellow")
+    if abandoned:
+        say(show, abandoned, "yellow")
     if rebuilt.why and rebuilt.why not in rebuilt.notes:
         show.print(label(f"not exact: {rebuilt.why}", "yellow"), soft_wrap=True)
     for note in rebuilt.notes:
         show.print(label(f"of several ranks: {note}", "yellow"), soft_wrap=True)
     show.print(label(f"written to {folder}: resume() there goes on from it"), soft_wrap=True)
-
-
-def given_up(inventory: Inventory, rebuilt: Rebuilt, timeline: int | None) -> str | None:
-    """Describe a state that belongs to no step of the current history; None if it does, or if its
-    ``timeline`` was requested.
-    """
-    if timeline is not None:
-        return None
-    return describe_abandoned(BaseId(rebuilt.timeline, rebuilt.step), inventory.branches)
 
 
 @contextlib.contextmanager
