@@ -2,8 +2,7 @@
 
 ``ls``, ``inspect``, ``verify``, ``du``  read a run and never write into it
 ``rm``          deletes one base
-``restore``     writes the state of any logged step into a new run; in the same module ``replay``
-                replays a run without the updates of some steps
+``restore``     writes the state of any logged step into a new run
 ``ps``          lists the keeper processes of this user; in the same module ``stop`` ends them
 ``doctor``      checks this machine
 ``plan``        computes intervals and schedules from models, without measurements
@@ -41,7 +40,7 @@ from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
 from everstep.cli.plan.interval import app as _plan
 from everstep.cli.ps import ps, stop
-from everstep.cli.restore import replay, restore
+from everstep.cli.restore import restore
 from everstep.cli.rm import rm
 from everstep.cli.verify import verify
 from everstep.errors import UnavailableError
@@ -126,7 +125,7 @@ def _add_missing(app: typer.Typer, name: str, summary: str, why: str) -> None:
         )
 
 
-for _verb in (ls, inspect, verify, restore, replay, rm, du, ps, stop, doctor, demo):
+for _verb in (ls, inspect, verify, restore, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
 app.add_typer(_plan, name="plan")
 add_plugged_in(app)

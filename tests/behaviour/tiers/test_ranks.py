@@ -40,7 +40,7 @@ from tests.support.copying import FOREVER, Interloper, contents, put, wait_for
 from tests.support.ranks import tiers
 from tests.support.ranks.copying import FILES, Job, names_in, store, usable
 from tests.support.ranks.peer_logs import Log
-from tests.support.ranks.tiers import fill, saved, sources, started, up_to
+from tests.support.ranks.tiers import fill, saved, started, up_to
 from tests.support.ranks.together import resume, save, train, trained
 from tests.support.world import flip
 
@@ -412,7 +412,6 @@ def test_a_lost_disk_is_made_good_by_the_copy(
     with started(*runs, every=1, keep=2) as ranks:
         found = resume(ranks)
         assert [(one.step, one.source) for one in found] == [(2, "disk"), (2, "copy")]
-        assert [sources(one) for one in found] == [[(0, "disk"), (1, "copy")]] * 2
         assert [one.exact for one in found] == [True, True]
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 2))
@@ -428,7 +427,7 @@ def test_all_disks_lost(apart: list[Path], tmp_path: Path, store: MemoryTier) ->
     runs = [tmp_path / "new-a", tmp_path / "new-b"]
     with started(*runs) as ranks:
         found = resume(ranks)
-        assert [sources(one) for one in found] == [[(0, "copy"), (1, "copy")]] * 2
+        assert [one.source for one in found] == ["copy", "copy"]
         assert [(one.step, one.timeline) for one in found] == [(3, 2)] * 2
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 3))
@@ -451,7 +450,7 @@ def test_parts_on_a_disk_and_in_an_unfinished_copy_are_one_base(
         with started(*runs) as ranks:
             found = resume(ranks)
             assert [one.step for one in found] == [3, 3], f"start {again}"
-            assert sources(found[0]) == [(0, "disk"), (1, "copy")]
+            assert [one.source for one in found] == ["disk", "copy"]
             for rank in range(2):
                 assert torch.equal(ranks[rank].weight, trained(rank, 3))
 
@@ -484,7 +483,7 @@ def test_what_is_damaged_on_a_disk_is_read_from_the_copy(
     with started(*runs) as ranks:
         found = resume(ranks)
         assert [one.step for one in found] == [3, 3]
-        assert sources(found[0]) == [(0, "disk"), (1, "copy")]
+        assert [one.source for one in found] == ["disk", "copy"]
         assert torch.equal(ranks[1].weight, trained(1, 3))
 
 
@@ -522,7 +521,7 @@ def test_a_disk_does_not_count_on_what_only_copies_have(
     runs = up_to(apart, tmp_path, 3)
     shutil.rmtree(runs[1] / BASE.format(3))
     with started(*runs, every=1, keep=2) as ranks:
-        assert sources(resume(ranks)[0]) == [(0, "disk"), (1, "copy")]
+        assert [one.source for one in resume(ranks)] == ["disk", "copy"]
         train(ranks, 1)
         on_both = {base.id.step for base in scan_run(FILES, runs[1]).bases}
         assert on_both >= {2, 4}
@@ -643,7 +642,7 @@ def test_retention_rests_on_no_part_that_was_not_read(
     monkeypatch.setattr(commits_module, "verify_rank", verify_rank)
     with started(*runs, every=1, keep=2) as ranks:
         found = resume(ranks)
-        assert sources(found[0]) == [(0, "disk"), (1, "copy")]
+        assert [one.source for one in found] == ["disk", "copy"]
         train(ranks, 1)
     assert not (runs[0] / BASE.format(1)).exists()
     assert BaseId(2, 4) in read, "before anything was deleted"

@@ -71,8 +71,7 @@ recovery = ckpt.resume()
 deadly = os.environ.pop("EVERSTEP_FAILPOINTS", "")  # keepers that are started later live on
 armed = {info.pid for info in list_keepers() if (info.run, info.rank) == (run, rank)}
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, digest=digest(),
-    shared=shared(), notes=recovery.notes, source=recovery.source,
-    reads=[[one.rank, one.source, one.size_bytes] for one in recovery.reads])
+    shared=shared(), notes=recovery.notes, source=recovery.source)
 for step in range(recovery.step + 1, 8):
     model(torch.randn(16, 32)).square().mean().backward()
     optimizer.step()

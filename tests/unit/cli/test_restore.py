@@ -132,8 +132,6 @@ def test_without_a_log_it_is_said_how_there_is_one(run: Path, tmp_path: Path) ->
     found = document("restore", run, "--step", 6, "--out", tmp_path / "new", status=2)
     assert found["hint"].startswith("existing steps: 1, 4, 8")
     assert 'LogOptions(to="disk")' in found["hint"]
-    found = document("replay", run, "--from", 4, "--to", 8, "--drop", 6, status=2)
-    assert 'LogOptions(to="disk")' in found["hint"]
 
 
 def test_of_a_log_behind_the_bases_it_is_not_said_that_there_is_none(

@@ -140,8 +140,6 @@ def resume_as_job_of_one(request: ResumeRequest, run_id: str) -> tuple[Resumed, 
             log=log,
         )
     copies.forget()
-    # What each rank has read, and from where, is reported for jobs of several ranks only.
-    resumed = replace(resumed, reads=())
     return resumed, choice.base is not None and not choice.durable
 
 
