@@ -1225,7 +1225,7 @@ def test_a_mark_whose_copies_were_never_made_is_in_no_log(
         ckpt.step()
         wanted = world.snapshot()
         world.train()
-        inspect(ckpt).saver._lane.run(lambda: None).result(TIMEOUT_S)  # gradients are there
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)  # gradients are there
 
         def failed(*_: Any) -> None:
             raise RuntimeError("CUDA error: device-side assert triggered")
