@@ -17,14 +17,13 @@ from torch import nn
 
 import everstep
 from everstep.link.messages import LogLayouts, receive_layout
-from everstep.link.recordable import Layouts, record_layout
+from everstep.link.recordable import record_layout
 from everstep.options import KeeperOptions, LogOptions
 from everstep.state.layout import shards as recent
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import LRUCache, ShardLayout
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.multistep.held_gradients import SamplePlaces
 from tests.support.following import until
 from tests.support.log.every_step import opened
 from tests.support.lost_keepers import kill_keeper
@@ -178,15 +177,6 @@ def test_a_keeper_that_is_told_by_an_older_trainer() -> None:
     known = dict[int, ShardLayout]()
     receive_layout(known, {"kind": "log_layout", "number": 7, "layout": []})
     assert known == {7: ShardLayout(())}
-
-
-def test_places_of_gradients_are_as_few() -> None:
-    places, layouts = SamplePlaces(), Layouts()
-    for number in range(2 * recent.COUNT_MAX):
-        gradients = [(f"g{n}", torch.ones(3)) for n in range(1 + number)]
-        layout = layouts.of(dict(gradients[-3:]))
-        places.of(gradients[-3:], layout, number)
-    assert len(places._found) == len(layouts.found) == recent.COUNT_MAX
 
 
 # --- Training ---------------------------------------------------------------------------

@@ -431,7 +431,7 @@ def test_hooks_end_with_the_checkpointer_and_hold_no_optimizer(run_folder: Path)
     before = [len(one) for one in hooks]
     model, optimizer = make()
     with said(), opened(run_folder, {"model": model, "optimizer": optimizer}) as (ckpt, _):
-        judged = inspect(ckpt).state_watch._untracked_optimizers
+        judged = inspect(ckpt).state_watch.checks.optimizers
         for kind in (AdamW, SGD):
             gone, ours = make(1)[0], kind(model.parameters(), lr=0.1)
             theirs = kind(gone.parameters(), lr=0.1)

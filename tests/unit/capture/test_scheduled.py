@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.capture.dispatch import Dispatch, Observed, StepEvents
+from everstep.capture.dispatch import Dispatch, Observed, StepEvents, UnitCopy
 from everstep.errors import DeadlineError, StateError
 from everstep.trainer.schedule.scheduler import Scheduler
 from tests.support import planted
@@ -40,8 +40,8 @@ def test_an_update_waits_for_its_own_copies_only() -> None:
     capture = Capture([0, 0, 0])
     capture.dispatch.reach(0)
     capture.update(0)
-    assert capture.dispatch.arrived_s[0]
-    assert not capture.dispatch.arrived_s[1]
+    assert capture.dispatch.copies[0].arrived_s
+    assert not capture.dispatch.copies[1].arrived_s
     assert len(capture.lane.queue) == 2
     assert capture.right
 
@@ -62,7 +62,7 @@ def test_what_is_late_leaves_from_its_duplicate() -> None:
     capture.dispatch.reach(0)
     capture.update(1)
     assert len(capture.lane.submitted) == 1, "the update was held up"
-    assert capture.dispatch.duplicated_bytes == SIZE
+    assert [copy.duplicate is not None for copy in capture.dispatch.copies] == [False, True]
     capture.dispatch.reach(5)
     assert capture.right
 
@@ -124,9 +124,9 @@ def test_without_the_guards_some_orders_tear(removed: str, monkeypatch: pytest.M
     else:
 
         def plant(issue: Any) -> Any:
-            def forget(self: Dispatch, number: int) -> None:
-                self._copies.pop(number, None)
-                issue(self, number)
+            def forget(self: Dispatch, copy: UnitCopy) -> None:
+                copy.duplicate = None
+                issue(self, copy)
 
             return forget
 
@@ -193,22 +193,16 @@ def test_a_signal_handler_that_flushes_as_a_unit_is_issued_does_not_end_it() -> 
     assert capture.right
 
 
-def test_an_interrupt_before_a_unit_was_handed_over() -> None:
+def test_an_interrupt_before_a_unit_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not taken for one that was."""
 
-    class Interrupted:
-        event = 0
-
-        @property
-        def batches(self) -> Any:
-            raise KeyboardInterrupt
+    def interrupted(_: UnitCopy) -> Any:
+        raise KeyboardInterrupt
 
     capture = Capture([0, 1])
-    interrupted: Any = Interrupted()
-    capture.dispatch.units = [interrupted, *capture.units[1:]]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(UnitCopy, "batches", property(interrupted))
         capture.dispatch.reach(0)
-    capture.dispatch.units = capture.units
     capture.dispatch.flush()
     with pytest.raises(StateError, match="interrupted"):
         capture.dispatch.wait(1.0)
@@ -415,6 +409,6 @@ def test_an_update_waits_for_a_capture_before_the_last_one_too() -> None:
     scheduler = Scheduler(PurePath("run"), state, older.lane)
     scheduler.open = [older.dispatch, newer.dispatch]
     wait_s, late = scheduler.gate("a", 1.0)
-    assert older.dispatch.arrived_s[0], "the older capture was not waited for"
+    assert older.dispatch.copies[0].arrived_s, "the older capture was not waited for"
     assert not late
     assert wait_s >= 0
