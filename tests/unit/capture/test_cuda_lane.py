@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -872,10 +873,10 @@ def test_what_is_ready_is_told_from_the_beginning(cuda: FakeCuda) -> None:
     lane, whole, there = CudaLane(FakeHost(cuda)), block_of(9), [on_device(cuda, 1)]
     assert lane.ready_bytes(there, whole) == 0
     for pinned, ready in ((whole[2 * PAGE : 4 * PAGE], 0), (whole[: PAGE + 1], 4 * PAGE)):
-        before = len(cuda.registered)
+        registered = len(cuda.registered) + 1
         lane.warm(there, pinned)
         assert lane.ready_bytes(there, whole) == 0
-        cuda.run_until(lambda before=before: len(cuda.registered) > before)
+        cuda.run_until(partial(lambda wanted: len(cuda.registered) == wanted, registered))
         assert lane.ready_bytes(there, whole) == ready
     assert lane.ready_bytes(there, whole[PAGE : 3 * PAGE]) == 2 * PAGE
     assert lane.ready_bytes(there, whole[5 * PAGE :]) == 0

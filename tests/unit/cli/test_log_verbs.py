@@ -119,7 +119,7 @@ def test_a_segment_that_is_deleted_while_ls_looks_is_no_damage(
 ) -> None:
     """By a process at work: the marker was read, and the data are gone, perhaps the folder too."""
     path = Path(segments_of(run)[1].path)
-    real, deleted = PosixFileSystem.open, []
+    real, deleted = PosixFileSystem.open, list[Path]()
 
     def opening(filesystem: PosixFileSystem, where: Any, **how: bool) -> Any:
         if Path(where) == path / "rank-00000.safetensors" and not deleted:
