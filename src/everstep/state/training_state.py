@@ -182,7 +182,6 @@ class State:
         replaying: replay is running one of the functions.
         ranks: as given.
         values: as given.
-        replays_fast: replay may use kernels whose last bits differ from those of training.
         trains_in: thread that has ended the last step; None: there was none.
         said: warnings about the data since the last resume.
         buckets: the order in which DDP sums gradients.
@@ -204,7 +203,6 @@ class State:
         # Before the providers, which follow iterators that exist already: that needs completed
         # classes.
         self._follow(values.values())
-        self.replays_fast = False
         self.trains_in: int | None = None
         self.said: set[str] = set()
         modules: dict[str, ModuleProvider] = {}
