@@ -28,7 +28,7 @@ from everstep.restore.fetch import rank_copies as recover_ranks
 from tests.crash.sim import rank
 from tests.crash.sim.host import ProcessDisk
 from tests.crash.sim.truth import RUN
-from tests.support import planted
+from tests.support.inside import planted
 
 __all__ = ["BUGS", "Bug"]
 

@@ -20,7 +20,7 @@ from everstep.format.message_codec import Stored
 from tests.crash.cluster_bugs import BUGS
 from tests.crash.rank_zero import ENDINGS, LAYOUTS, NEW, OLD, Commit, Death, Ending
 from tests.crash.sim.cluster import SimViolationError
-from tests.support import planted
+from tests.support.inside import planted
 
 PARTS = 2  # a test each, so that they can be shared out
 ALONE = ["one folder", "a disk each"]

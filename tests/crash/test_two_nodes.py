@@ -16,7 +16,7 @@ import pytest
 from everstep.commit.job import offers
 from tests.crash.ring import Pair, Ring
 from tests.crash.sim.cluster import SimViolationError
-from tests.support import planted
+from tests.support.inside import planted
 
 SCHEDULES = 10
 MORE = 200

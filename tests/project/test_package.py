@@ -12,7 +12,7 @@ import pytest
 import everstep
 from everstep.errors import UnavailableError
 from everstep.version import is_too_old
-from tests.support import caches
+from tests.support.inside import caches
 
 if sys.version_info >= (3, 11):
     import tomllib

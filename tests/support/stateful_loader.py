@@ -32,7 +32,7 @@ class StatefulLoader(DataLoader[Any]):
         if not self._made_for_state:
             self._iterator = self._get_iterator()
         self._made_for_state = False
-        if self._iterator.finished:
+        if self._iterator.state()["_iterator_finished"]:
             self._iterator = self._get_iterator()
         return self._iterator
 
@@ -50,18 +50,18 @@ class StatefulLoader(DataLoader[Any]):
 class _Iterator(_SingleProcessDataLoaderIter):
     def __init__(self, loader: StatefulLoader) -> None:
         super().__init__(loader)
-        self._sampler_iter_yielded, self.finished = 0, False
+        self._sampler_iter_yielded, self._finished = 0, False
 
     def state(self) -> dict[str, Any]:
         return {
             "_num_yielded": self._num_yielded,
             "_sampler_iter_yielded": self._sampler_iter_yielded,
-            "_iterator_finished": self.finished,
+            "_iterator_finished": self._finished,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._sampler_iter_yielded = self._num_yielded = state["_num_yielded"]
-        self.finished = state["_iterator_finished"]
+        self._finished = state["_iterator_finished"]
         self._sampler_iter = itertools.islice(self._index_sampler, state["_num_yielded"], None)
 
     def _next_index(self) -> Any:
@@ -73,7 +73,7 @@ class _Iterator(_SingleProcessDataLoaderIter):
         try:
             return super().__next__()
         except StopIteration:
-            self.finished = True
+            self._finished = True
             raise
 
 

@@ -54,7 +54,7 @@ from everstep.seams import machine
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import tensor_entry
 from everstep.testing import inspect
-from tests.support import cuda_world, planted
+from tests.support import cuda_world
 from tests.support.cuda_world import GPU, World, restored
 from tests.support.fakecuda import (
     POISON,
@@ -65,6 +65,7 @@ from tests.support.fakecuda import (
     Token,
     cuda_device,
 )
+from tests.support.inside import planted
 from tests.support.world import TIMEOUT_S, opened
 
 played = cuda_world.played  # the fixture

@@ -18,9 +18,9 @@ from torch import nn
 from everstep.capture.dispatch import Dispatch, Observed, StepEvents, UnitCopy
 from everstep.errors import DeadlineError, StateError
 from everstep.trainer.schedule.scheduler import Scheduler
-from tests.support import planted
 from tests.support.events import SIZE, Capture
-from tests.support.hooks import hooks_on
+from tests.support.inside import planted
+from tests.support.inside.hooks import hooks_on
 
 
 def test_units_are_issued_at_their_events_in_order() -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from everstep.cli import app
 from everstep.seams import PosixFileSystem
 from everstep.seams.failpoints import FailpointError, arm
-from tests.support.declared import declared
+from tests.support.inside.declared import declared
 from tests.support.logged import World, document, edit_base, invoke, opened, segments_of, train
 from tests.support.world import base_folder, flip
 

@@ -30,7 +30,7 @@ from everstep.compress.sparse import (
     topk,
 )
 from everstep.errors import FormatError, OptionError
-from tests.support import caches
+from tests.support.inside import caches
 
 fresh_caches = caches.fresh_caches  # the fixture
 

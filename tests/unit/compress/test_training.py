@@ -25,7 +25,7 @@ from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import MismatchError, OptionError, StateError
 from everstep.workloads.training import Training
-from tests.support.hooks import hooks_on
+from tests.support.inside.hooks import hooks_on
 from tests.support.world import assert_same, opened
 
 RATIO = 0.1

@@ -51,7 +51,6 @@ FITS: dict[str, tuple[Any, ...]] = {
     "LogOptions.lag_steps": (None,),
     "LogOptions.audit": (None, True, False),
     "LogOptions.ratio": (0.5,),
-    "LogOptions.replay": (),
     "Method.base": (),
     "Method.log": (),
     "Method.apply": (),

@@ -34,7 +34,7 @@ from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.options import TierOptions
 from tests.support.copying import train as train_with_copies
-from tests.support.declared import declared
+from tests.support.inside.declared import declared
 from tests.support.logged import World, opened, segments_of, train
 from tests.support.world import HookedFileSystem, base_folder, flip, forget
 

@@ -19,7 +19,7 @@ from everstep.plan.schedule.trace import trace_training
 from everstep.state.values.tensors import host_bytes
 from everstep.workloads.gpt import GPT, GPTConfig
 from everstep.workloads.published import published
-from tests.support.hooks import hooks_on
+from tests.support.inside.hooks import hooks_on
 
 Training = tuple[nn.Module, Callable[[], Tensor]]
 

@@ -25,7 +25,7 @@ from everstep.run.tensors import with_strides
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
-from tests.support.declared import declared
+from tests.support.inside.declared import declared
 from tests.support.logged import (
     World,
     edit_base,

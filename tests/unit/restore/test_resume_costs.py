@@ -30,7 +30,7 @@ from everstep.state.values.tree import split
 from everstep.testing import inspect
 from everstep.trainer.job import job as job_module
 from everstep.trainer.session.start import RunStarter
-from tests.support.hooks import hooks_on
+from tests.support.inside.hooks import hooks_on
 from tests.support.log.redone import STEPS, resumed, trained
 from tests.support.ranks.sharding import as_rank
 from tests.support.ranks.together import on_all, trainings

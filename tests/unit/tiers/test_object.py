@@ -37,7 +37,7 @@ from everstep.tiers.object import ObjectTier, translate_error
 from everstep.tiers.options import open_tier
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from tests.support.copying import train
-from tests.support.dying import die
+from tests.support.inside.dying import die
 from tests.support.objectstore import KEY, SECRET, FaultProxy, options, server, weed
 
 pytest.importorskip("obstore")

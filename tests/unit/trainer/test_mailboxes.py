@@ -19,7 +19,7 @@ from everstep.seams import Seams, mailbox
 from everstep.seams.mailbox import ReservedPort, TcpMailbox
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
-from tests.support.dying import die
+from tests.support.inside.dying import die
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
