@@ -449,6 +449,12 @@ class ReusedMemory:
         self._collect()
         return self._lent_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes kept to be lent again; called by the thread that takes."""
+        self._collect()
+        return sum(block.size_bytes for block in self._free)
+
     def take(self, size_bytes: int) -> memoryview:
         """Lend ``size_bytes`` of uninitialized memory."""
         self._collect()

@@ -140,7 +140,6 @@ class Checkpointer:
         ending = PreemptionHandler(Preemption.parse(preempt), world.clock, rank_vote())
         place = RunPlace.find(options, run, tiers, world)
         saved = State(state, declared=declared, static=static, ranks=place.ranks)
-        saved.replays_fast = options.log.replay == "fast"
         self._calls = CallGuard(progress_timeout_s)
         self._live_key = (run, place.ranks.rank)
         # Before a keeper is attached: an earlier Checkpointer of this run still holds it (a

@@ -5,7 +5,7 @@ Every one is made in the real code, by replacing one small part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member, Perform
 from everstep.commit.job.messages import COORDINATOR, Envelope, MarkerNotice, Send
-from everstep.commit.job.offers import Choice, Offer
+from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import RetentionPlan, Watermark
 from everstep.format.message_codec import Stored
@@ -28,6 +28,7 @@ from everstep.restore.fetch import rank_copies as recover_ranks
 from tests.crash.sim import rank
 from tests.crash.sim.host import ProcessDisk
 from tests.crash.sim.truth import RUN
+from tests.support.inside import planted
 
 __all__ = ["BUGS", "Bug"]
 
@@ -52,38 +53,41 @@ def greatest_pair(patch: pytest.MonkeyPatch) -> None:
 
 def minimum_of_maxima(patch: pytest.MonkeyPatch) -> None:
     """Each rank says its newest, and the oldest of these is taken (I7)."""
-    real = agreement.choose
 
-    def minimum(all_offers: Sequence[Offer], **how: Any) -> Choice:
-        choice = real(all_offers, **how)
-        known = offers._bases_of(all_offers, set(), how["excluded"].files)
-        maxima = [max(offer.bases, default=None) for offer in all_offers]
-        if choice.base is None or how["step"] is not None or None in maxima:
-            return choice
-        base = min(one for one in maxima if one is not None)
-        markers = {rank: next(iter(found.values())) for rank, found in known[base].markers.items()}
-        manifest = offers.manifest_of(markers)
-        if manifest is None:
-            raise offers.RecoveryError(f"{base} cannot be read")
-        if any(marker.rank not in known[base].pieces for marker in manifest.markers):
-            raise offers.RecoveryError(f"{base} cannot be read")
-        sources = offers._sources(known[base], manifest)
-        return replace(choice, base=base, manifest=manifest, sources=sources)
+    def plant(real: Any) -> Any:
+        def minimum(self: Any, step: int | None) -> Any:
+            pick = real(self, step)
+            maxima = [max(offer.bases, default=None) for offer in self._offers]
+            if pick is None or step is not None or None in maxima:
+                return pick
+            base = min(one for one in maxima if one is not None)
+            known = self._bases[base]
+            markers = {rank: next(iter(found.values())) for rank, found in known.markers.items()}
+            manifest = offers.manifest_of(markers)
+            if manifest is None:
+                raise offers.RecoveryError(f"{base} cannot be read")
+            if any(marker.rank not in known.pieces for marker in manifest.markers):
+                raise offers.RecoveryError(f"{base} cannot be read")
+            return type(pick)(base, manifest, pick.reach)
 
-    patch.setattr(agreement, "choose", minimum)
+        return minimum
+
+    planted.replace(patch, offers, "_Candidates.pick", plant)
 
 
 def manifest_before_a_marker(patch: pytest.MonkeyPatch) -> None:
     """A rank tells of its marker when it begins to write it (I5)."""
-    real = Member._go_on
 
-    def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
-        out = real(self, flight, action, **how)
-        if isinstance(action, WriteMarker) and self.rank != COORDINATOR:
-            out.append(Send(COORDINATOR, MarkerNotice(Stored(action.marker))))
-        return out
+    def plant(real: Any) -> Any:
+        def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
+            out = real(self, flight, action, **how)
+            if isinstance(action, WriteMarker) and self.rank != COORDINATOR:
+                out.append(Send(COORDINATOR, MarkerNotice(Stored(action.marker))))
+            return out
 
-    patch.setattr(Member, "_go_on", hasty)
+        return hasty
+
+    planted.replace(patch, Member, "_go_on", plant)
 
 
 def stale_process_deletes(patch: pytest.MonkeyPatch) -> None:
@@ -102,38 +106,46 @@ def stale_process_is_heard(patch: pytest.MonkeyPatch) -> None:
 
 def stale_process_commits(patch: pytest.MonkeyPatch) -> None:
     """A rank looks at the fence neither before the manifest nor behind it (I11)."""
-    real, write = BaseCommit._on_fence, RankDisk._write_manifest
 
-    def blindly(self: RankDisk, *about: Any) -> Any:
-        with pytest.MonkeyPatch.context() as within:
-            within.setattr(ranks, "newest_timeline", lambda *_: 0)
-            return write(self, *about)
+    def plant(write: Any) -> Any:
+        def blindly(self: RankDisk, *about: Any) -> Any:
+            with pytest.MonkeyPatch.context() as within:
+                within.setattr(ranks, "newest_timeline", lambda *_: 0)
+                return write(self, *about)
 
-    patch.setattr(BaseCommit, "_on_fence", lambda self, newest: real(self, 0))
-    patch.setattr(RankDisk, "_write_manifest", blindly)
+        return blindly
+
+    planted.replace(patch, BaseCommit, "_on_fence", lambda real: lambda self, newest: real(self, 0))
+    planted.replace(patch, RankDisk, "_write_manifest", plant)
 
 
 def one_look_at_the_fence(patch: pytest.MonkeyPatch) -> None:
     """A deleter does not look at the fence again when the base is condemned."""
-    real = BaseDeletion._on_fence
 
-    def once(self: BaseDeletion, newest: int) -> Any:
-        action = real(self, newest if self._phase.value == "new" else 0)
-        assert action is not None
-        return action
+    def plant(real: Any) -> Any:
+        def once(self: BaseDeletion, newest: int) -> Any:
+            action = real(self, newest if self._phase.value == "new" else 0)
+            assert action is not None
+            return action
 
-    patch.setattr(BaseDeletion, "_on_fence", once)
+        return once
+
+    planted.replace(patch, BaseDeletion, "_on_fence", plant)
 
 
 def no_second_inventory(patch: pytest.MonkeyPatch) -> None:
     """Nobody looks whether the choice is still there when older processes are fenced off."""
 
-    def blindly(self: Agreement, answers: Collection[bytes]) -> Any:
-        assert self._choice is not None
-        assert self._record is not None
-        return self._lead("go", agreement._join(self._choice, self._record))
+    def plant(real: Any) -> Any:
+        def blindly(self: Agreement, answers: Collection[bytes]) -> Any:
+            with pytest.MonkeyPatch.context() as within:
+                within.setattr(Agreement, "_decide", lambda self, answers: self._choice)
+                within.setattr(agreement, "_newer", lambda answers, timeline: set())
+                return real(self, answers)
 
-    patch.setattr(Agreement, "_on_confirmed", blindly)
+        return blindly
+
+    planted.replace(patch, Agreement, "_on_confirmed", plant)
 
 
 def watermark_goes_back(patch: pytest.MonkeyPatch) -> None:
@@ -149,13 +161,15 @@ def watermark_goes_back(patch: pytest.MonkeyPatch) -> None:
 
 def watermark_before_every_disk_has_the_manifest(patch: pytest.MonkeyPatch) -> None:
     """The watermark moves as soon as rank 0 has the manifest."""
-    real = Coordinator._moved
 
-    def early(self: Coordinator, base: BaseId) -> Any:
-        self._acknowledged[base].update(self.cluster.leaders)
-        return real(self, base)
+    def plant(real: Any) -> Any:
+        def early(self: Coordinator, base: BaseId) -> Any:
+            self._acknowledged[base].update(self.cluster.leaders)
+            return real(self, base)
 
-    patch.setattr(Coordinator, "_moved", early)
+        return early
+
+    planted.replace(patch, Coordinator, "_moved", plant)
 
 
 def reclaimed_by_local_age(patch: pytest.MonkeyPatch) -> None:
@@ -199,8 +213,11 @@ def nothing_is_verified(patch: pytest.MonkeyPatch) -> None:
 
 def any_timeline_of_that_number(patch: pytest.MonkeyPatch) -> None:
     """Two starts of the job may believe that the same timeline is theirs."""
-    real = recover_ranks._keep_timeline
-    patch.setattr(recover_ranks, "_keep_timeline", lambda *args: real(*args) or True)
+
+    def plant(real: Any) -> Any:
+        return lambda *args: real(*args) or True
+
+    planted.replace(patch, recover_ranks, "_keep_timeline", plant)
 
 
 def memory_counts_as_durable(patch: pytest.MonkeyPatch) -> None:

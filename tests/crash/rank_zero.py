@@ -137,7 +137,7 @@ class Commit(Story):
         job = self.jobs[-1]
         self.acts["resume"] = [*self.acts[job.session]]
         self._goes_on = True
-        self._train(job)
+        self.train(job)
         assert self._until(self.now_s + _OVER_S, lambda: job.watermarks > 0), "and gets no base"
 
     # What is looked at.
@@ -235,16 +235,16 @@ class Commit(Story):
         acts.append(what)
         return dies
 
-    def _train(self, job: Job) -> None:
+    def train(self, job: Job) -> None:
         if job.session != "s1" and not self._goes_on:
             return
         if job.session == "s1":
             if job.step == 2 * EVERY:
                 return
             if job.step == 2 * EVERY - 1 and job.watermarks < 1:  # the old base first
-                self.later(0.5, lambda: self._train(job))
+                self.later(0.5, lambda: self.train(job))
                 return
-        super()._train(job)
+        super().train(job)
 
     def on_go(self, rank: SimRank, number: int, choice: Choice) -> None:
         """Notes what a start goes back to."""

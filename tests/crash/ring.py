@@ -166,13 +166,13 @@ class Ring(Story):
         super().launch(nodes, asked)
         self._rounds = CopyRounds(_NODES)
         for process in self.jobs[-1].ranks:
-            process._held = functools.partial(self._held, process)  # type: ignore[method-assign]
-            real = process._fetch
-            fetch = functools.partial(self._fetch, process, real)
-            process._fetch = fetch  # type: ignore[method-assign]
+            process.held = functools.partial(self.held, process)  # type: ignore[method-assign]
+            real = process.fetch
+            fetch = functools.partial(self.fetch, process, real)
+            process.fetch = fetch  # type: ignore[method-assign]
         self.tiers.append(set())
 
-    def _held(self, process: SimRank) -> list[tuple[Marker, str]]:
+    def held(self, process: SimRank) -> list[tuple[Marker, str]]:
         """What its peer holds of a rank, and all that is in the durable tier."""
         found = [
             (marker, "peer")
@@ -185,7 +185,7 @@ class Ring(Story):
         ]
         return [*found, *stored]
 
-    def _fetch(
+    def fetch(
         self,
         process: SimRank,
         real: Callable[..., bytes | None],

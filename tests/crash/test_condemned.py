@@ -105,7 +105,7 @@ class Opening(Scenario):
 
 def rewind(scenario: TrainingScenario, fs: SimFileSystem) -> None:
     """A process resumes from step 1, and ends."""
-    _, checkpointer = scenario._start(fs, seed=4)
+    _, checkpointer = scenario.start(fs, seed=4)
     assert checkpointer.resume(step=1).step == 1
     checkpointer.close()
 

@@ -50,7 +50,7 @@ class Logged(Scenario):
     def prepare(self, fs: SimFileSystem) -> None:
         fs.make_dir(self.run.parent)
         fs.sync_dir(self.run.parent.parent)
-        training, ckpt = self._start(fs, seed=1)
+        training, ckpt = self.start(fs, seed=1)
         ckpt.resume()
         training.train_step()
         ckpt.step()
@@ -59,7 +59,7 @@ class Logged(Scenario):
 
     def act(self, fs: SimFileSystem) -> None:
         self._begun, self._numbers, self._disk = 1, {}, None
-        training, ckpt = self._start(fs, seed=1)
+        training, ckpt = self.start(fs, seed=1)
         assert ckpt.resume().step == 1
         recorder = inspect(ckpt).recorder
         assert recorder is not None
@@ -83,7 +83,7 @@ class Logged(Scenario):
         return max([1, *known]), self._begun
 
     def check(self, fs: SimFileSystem, promised: Any) -> None:
-        training, ckpt = self._start(fs, seed=2)
+        training, ckpt = self.start(fs, seed=2)
         recovery = ckpt.resume()
         least, most = promised
         assert least <= recovery.step <= most, f"step {recovery.step} of {promised}"
@@ -94,7 +94,7 @@ class Logged(Scenario):
         assert training.snapshot() == self._expected[recovery.step + 1]
         ckpt.close()
 
-    def _start(self, fs: FileSystem, *, seed: int) -> tuple[TinyTraining, Checkpointer]:
+    def start(self, fs: FileSystem, *, seed: int) -> tuple[TinyTraining, Checkpointer]:
         training = TinyTraining(seed)
         log = LogOptions(to="disk", batch_steps="auto", lag_steps=LAG_STEPS, audit=False)
         ckpt = Checkpointer(

@@ -20,6 +20,7 @@ from everstep.format.message_codec import Stored
 from tests.crash.cluster_bugs import BUGS
 from tests.crash.rank_zero import ENDINGS, LAYOUTS, NEW, OLD, Commit, Death, Ending
 from tests.crash.sim.cluster import SimViolationError
+from tests.support.inside import planted
 
 PARTS = 2  # a test each, so that they can be shared out
 ALONE = ["one folder", "a disk each"]
@@ -100,17 +101,18 @@ def test_many_pairs_of_deaths(layout: str, ending: Ending) -> None:
 
 def told_too_early(patch: pytest.MonkeyPatch) -> None:
     """Rank 0 tells of its marker when it begins to write it, and dies before it has."""
-    real = Member._go_on
 
-    def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
-        out = real(self, flight, action, **how)
-        if isinstance(action, WriteMarker) and self.rank == 0:
-            out += [
-                Send(rank, MarkerNotice(Stored(action.marker))) for rank in self.cluster.others(0)
-            ]
-        return out
+    def plant(real: Any) -> Any:
+        def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
+            out = real(self, flight, action, **how)
+            if isinstance(action, WriteMarker) and self.rank == 0:
+                notice = MarkerNotice(Stored(action.marker))
+                out += [Send(rank, notice) for rank in self.cluster.others(0)]
+            return out
 
-    patch.setattr(Member, "_go_on", hasty)
+        return hasty
+
+    planted.replace(patch, Member, "_go_on", plant)
 
 
 def disturbed(layout: str, *, twice: bool) -> Iterator[tuple[tuple[Death, ...], Ending]]:

@@ -16,6 +16,7 @@ import pytest
 from everstep.commit.job import offers
 from tests.crash.ring import Pair, Ring
 from tests.crash.sim.cluster import SimViolationError
+from tests.support.inside import planted
 
 SCHEDULES = 10
 MORE = 200
@@ -64,12 +65,14 @@ def nobody_says_so(patch: pytest.MonkeyPatch) -> None:
 
 def copies_do_not_count(patch: pytest.MonkeyPatch) -> None:
     """A base has to lie on the ranks' own disks."""
-    real = offers._Candidates._all_can_read
 
-    def on_disks(self: Any, known: Any, *given: Any) -> bool:
-        return offers._is_on_disks(known) and real(self, known, *given)
+    def plant(real: Any) -> Any:
+        def on_disks(self: Any, known: Any, *given: Any) -> bool:
+            return bool(real(self, known, *given) and real(self, known.without_copies(), *given))
 
-    patch.setattr(offers._Candidates, "_all_can_read", on_disks)
+        return on_disks
+
+    planted.replace(patch, offers, "_Candidates._all_can_read", plant)
 
 
 @pytest.mark.parametrize(

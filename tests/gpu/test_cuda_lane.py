@@ -23,7 +23,7 @@ from everstep.capture.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import byte_view, tensor_entry
-from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA
+from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, delay_gpu
 from tests.support.world import TIMEOUT_S
 
 pytestmark = NEEDS_CUDA
@@ -63,7 +63,7 @@ def copies_of(*tensors: torch.Tensor) -> list[Batch]:
 
 def busy() -> None:
     """The device is; what is enqueued now runs later."""
-    torch.cuda._sleep(_SLEEP_CYCLES)
+    delay_gpu(_SLEEP_CYCLES)
 
 
 def ignored(end: int) -> None: ...
@@ -202,7 +202,7 @@ def test_memory_that_is_freed_meanwhile_is_not_reused(lane: CudaLane, arena: Are
     del first
     torch.cuda.synchronize()
     freed = torch.full((16 << 20,), 1.0, device=DEVICE)
-    side = lane._streams[freed.device]
+    side = lane.side_streams[freed.device]
     with torch.cuda.stream(side):
         busy()  # the copy runs later
     transfer = lane.submit(copies_of(freed), block, ignored)
@@ -221,7 +221,7 @@ def test_jobs_run_behind_copies_that_nobody_waits_for(lane: CudaLane, arena: Are
     lane.copy_now(copies_of(tensor), block)
     torch.cuda.synchronize()
     block.zero_()
-    with torch.cuda.stream(lane._streams[tensor.device]):
+    with torch.cuda.stream(lane.side_streams[tensor.device]):
         busy()
     lane.copy_now(copies_of(tensor), block)
     seen: list[bool] = []
@@ -353,7 +353,7 @@ def test_others_capture_graphs_while_the_lane_pins_and_copies(arena: Arena) -> N
     lane, tensor = CudaLane(CpuLane()), torch.full((16 << 20,), 1.0, device=DEVICE)
     block, captures = block_of(arena, tensor.nbytes, offset=128 << 20), threading.Event()
     lane.run(lambda: None).result(TIMEOUT_S)
-    held = [lane.run(lambda: _told(captures)), lane._issuer.issue(lambda: _told(captures))]
+    held = [lane.run(lambda: _told(captures)), lane.issuer.issue(lambda: _told(captures))]
     transfer = lane.submit(copies_of(tensor), block, ignored)  # pins, copies, waits for the copies
     values, graph = torch.arange(1000.0, device=DEVICE), torch.cuda.CUDAGraph()
     try:

@@ -22,7 +22,16 @@ from everstep.errors import AuditError, StateError
 from everstep.link.registry import list_keepers
 from everstep.seams.processes.processes import process_ended
 from everstep.testing import inspect
-from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, World, opened, restored, warm_up
+from tests.gpu.world import (
+    DEVICE,
+    ENVIRONMENT,
+    NEEDS_CUDA,
+    World,
+    delay_gpu,
+    opened,
+    restored,
+    warm_up,
+)
 from tests.support.keeper_process import finish
 from tests.support.world import TIMEOUT_S
 
@@ -98,7 +107,7 @@ def test_what_no_optimizer_owns_may_change_at_once(method: str, run_folder: Path
         world.train()
         ckpt.step()
         wanted = world.live()
-        torch.cuda._sleep(1 << 28)
+        delay_gpu(1 << 28)
         ckpt.save()
         average.fill_(2.0)
         world.model[1].running_mean.fill_(5.0)
@@ -118,11 +127,11 @@ def test_a_change_past_the_optimizer_is_refused(run_folder: Path) -> None:
         ckpt.step()
         ckpt.save()
         ckpt.wait()
-        (side,) = inspect(ckpt).lane.current._streams.values()
+        (side,) = inspect(ckpt).lane.current.side_streams.values()
         world.train()
         ckpt.step()
         with torch.cuda.stream(side):
-            torch.cuda._sleep(1 << 28)  # the copies come later
+            delay_gpu(1 << 28)  # the copies come later
         save = ckpt.save()
         for parameter in world.model.parameters():
             parameter.data.fill_(7.0)  # no gate
@@ -405,7 +414,7 @@ def test_the_trainers_thread_is_not_held_up_by_a_save(run_folder: Path) -> None:
             ckpt.save()
         ckpt.wait()
         torch.cuda.synchronize()
-        torch.cuda._sleep(1 << 30)
+        delay_gpu(1 << 30)
         busy = torch.cuda.Event()
         busy.record()
         world.train()

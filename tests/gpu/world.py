@@ -23,6 +23,7 @@ __all__ = [
     "NEEDS_CUDA",
     "World",
     "bytes_of",
+    "delay_gpu",
     "opened",
     "restored",
     "warm_up",
@@ -40,6 +41,11 @@ NEEDS_CUDA = [
 ]
 
 Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def delay_gpu(cycles: int) -> None:
+    """Keeps the current stream busy for so many cycles of the device's clock."""
+    torch.cuda._sleep(cycles)
 
 
 def warm_up(work: Callable[[], object]) -> None:

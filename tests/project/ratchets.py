@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.project.tidy import Module, modules_under
+from tests.project.tidy import Function, Module, modules_under
 
 __all__ = ["RULES", "Offenders", "measure", "problems", "read", "shrunk", "sources"]
 
@@ -47,30 +47,10 @@ def sources() -> list[Module]:
     ]
 
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@cache
-def _functions(module: Module) -> list[tuple[str, _Function]]:
-    """Return every function of a module with its place, ``module:Class.function``."""
-    found: list[tuple[str, _Function]] = []
-    todo: list[tuple[str, ast.AST]] = [("", module.tree)]
-    while todo:
-        prefix, parent = todo.pop()
-        for node in ast.iter_child_nodes(parent):
-            inner = prefix
-            if isinstance(node, _Function | ast.ClassDef):
-                inner = f"{prefix}.{node.name}".lstrip(".")
-            if isinstance(node, _Function):
-                found.append((f"{module.name}:{inner}", node))
-            todo.append((inner, node))
-    return found
-
-
-def _of_functions(modules: list[Module], number: Callable[[_Function], int]) -> Offenders:
+def _of_functions(modules: list[Module], number: Callable[[Function], int]) -> Offenders:
     found: Offenders = {}
     for module in modules:
-        for place, node in _functions(module):
+        for place, node in module.functions:
             if value := number(node):
                 found[place] = max(value, found.get(place, 0))
     return found
@@ -96,7 +76,7 @@ def _complexity(node: ast.AST) -> int:
     total, todo = 1, list(ast.iter_child_nodes(node))
     while todo:
         child = todo.pop()
-        if isinstance(child, _Function | ast.ClassDef):
+        if isinstance(child, Function | ast.ClassDef):
             continue
         total += isinstance(child, _BRANCHES)
         total += len(child.values) - 1 if isinstance(child, ast.BoolOp) else 0
@@ -115,7 +95,7 @@ def long_functions(modules: list[Module]) -> Offenders:
     found: Offenders = {}
     for module in modules:
         lines = module.source.splitlines()
-        for place, node in _functions(module):
+        for place, node in module.functions:
             own = lines[node.lineno - 1 : node.end_lineno]
             count = sum(not line.lstrip().startswith("#") for line in own)
             if count > MAX_FUNCTION_LINES:
@@ -123,7 +103,7 @@ def long_functions(modules: list[Module]) -> Offenders:
     return found
 
 
-def _parameters(node: _Function) -> int:
+def _parameters(node: Function) -> int:
     names = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     count = len([name for name in names if name.arg not in ("self", "cls")])
     limit = MAX_CONSTRUCTOR_PARAMETERS if node.name == "__init__" else MAX_PARAMETERS
@@ -138,7 +118,7 @@ def many_parameters(modules: list[Module]) -> Offenders:
 def parameters_without_type(modules: list[Module]) -> Offenders:
     """Return functions that take ``*about: Any``: a tuple of things that nobody can look up."""
 
-    def untyped(node: _Function) -> int:
+    def untyped(node: Function) -> int:
         star = node.args.vararg
         return int(star is not None and star.annotation is not None
                    and ast.unparse(star.annotation) == "Any" and star.arg == "about")  # fmt: skip
@@ -146,7 +126,7 @@ def parameters_without_type(modules: list[Module]) -> Offenders:
     return _of_functions(modules, untyped)
 
 
-def _starred_tuples(node: _Function) -> int:
+def _starred_tuples(node: Function) -> int:
     tuples = {
         target.id
         for child in ast.walk(node)
@@ -259,7 +239,7 @@ def doubled_statements(modules: list[Module]) -> Offenders:
 
 def _docstrings(module: Module) -> Iterator[str]:
     for node in module.nodes:
-        if isinstance(node, ast.Module | ast.ClassDef | _Function) and (
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and (
             text := ast.get_docstring(node)
         ):
             yield text

@@ -12,6 +12,7 @@ import pytest
 import everstep
 from everstep.errors import UnavailableError
 from everstep.version import is_too_old
+from tests.support.inside import caches
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,6 +20,8 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(everstep.__file__).parents[2]
+
+fresh_caches = caches.fresh_caches  # the fixture
 
 
 @pytest.fixture
@@ -60,28 +63,22 @@ def test_what_is_checked_elsewhere_is_what_is_checked_here() -> None:
         ("3.0", False),
     ],
 )
+@pytest.mark.usefixtures("fresh_caches")
 def test_an_old_torch_is_refused_at_first_use(
     version: str, old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert is_too_old(version) == old
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    everstep._check_torch.cache_clear()
-    try:
-        if old:
-            with pytest.raises(UnavailableError, match=r"everstep needs 2\.6 or newer") as caught:
-                everstep.Checkpointer  # noqa: B018
-            assert version in str(caught.value)
-        else:
-            assert everstep.Checkpointer is not None
-    finally:
-        everstep._check_torch.cache_clear()
+    if old:
+        with pytest.raises(UnavailableError, match=r"everstep needs 2\.6 or newer") as caught:
+            everstep.Checkpointer  # noqa: B018
+        assert version in str(caught.value)
+    else:
+        assert everstep.Checkpointer is not None
 
 
+@pytest.mark.usefixtures("fresh_caches")
 def test_errors_need_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
-    everstep._check_torch.cache_clear()
-    try:
-        assert everstep.errors.UnavailableError is UnavailableError
-        assert everstep.__version__
-    finally:
-        everstep._check_torch.cache_clear()
+    assert everstep.errors.UnavailableError is UnavailableError
+    assert everstep.__version__

@@ -13,13 +13,22 @@ from tests.project.tidy import Module
 from tests.project.words import check_words
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [
-    *tidy.modules_under(ROOT / "src" / "everstep", "everstep"),
-    *tidy.modules_under(ROOT / "bench" / "src" / "everstep_bench", "everstep_bench"),
-]
-TESTS = tidy.modules_under(ROOT / "tests", "tests")
-
+Modules = list[Module]
 Rule = Callable[[Module], list[str]]
+
+
+# Of this module's tests only: with the trees of all files the collection of garbage takes seconds.
+@pytest.fixture(scope="module")
+def sources() -> Modules:
+    return [
+        *tidy.modules_under(ROOT / "src" / "everstep", "everstep"),
+        *tidy.modules_under(ROOT / "bench" / "src" / "everstep_bench", "everstep_bench"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def own_tests() -> Modules:
+    return tidy.modules_under(ROOT / "tests", "tests")
 
 
 def complaints(rule: Rule, modules: list[Module]) -> list[str]:
@@ -29,10 +38,10 @@ def complaints(rule: Rule, modules: list[Module]) -> list[str]:
 # --- The tree ---------------------------------------------------------------------------
 
 
-def test_sources_were_found() -> None:
-    names = {module.name for module in SOURCES}
+def test_sources_were_found(sources: Modules, own_tests: Modules) -> None:
+    names = {module.name for module in sources}
     assert {"everstep", "everstep.seams.posix", "everstep_bench.drill.plan"} <= names
-    assert "tests.project.test_tidy" in {module.name for module in TESTS}
+    assert "tests.project.test_tidy" in {module.name for module in own_tests}
 
 
 @pytest.mark.parametrize(
@@ -47,38 +56,38 @@ def test_sources_were_found() -> None:
         tidy.check_prints,
     ],
 )
-def test_sources(rule: Rule) -> None:
-    found = complaints(rule, SOURCES)
+def test_sources(rule: Rule, sources: Modules) -> None:
+    found = complaints(rule, sources)
     assert not found
 
 
-def test_root_offers_few_names() -> None:
-    root = next(module for module in SOURCES if module.name == "everstep")
+def test_root_offers_few_names(sources: Modules) -> None:
+    root = next(module for module in sources if module.name == "everstep")
     assert not tidy.check_public_names(root)
 
 
-def test_failpoints_exist_and_are_visited() -> None:
-    found = tidy.check_failpoints(SOURCES)
+def test_failpoints_exist_and_are_visited(sources: Modules) -> None:
+    found = tidy.check_failpoints(sources)
     assert not found
 
 
-def test_tests_do_not_sleep() -> None:
-    found = complaints(tidy.check_sleeps, TESTS)
+def test_tests_do_not_sleep(own_tests: Modules) -> None:
+    found = complaints(tidy.check_sleeps, own_tests)
     assert not found
 
 
-def test_tests_import_nothing_from_test_modules() -> None:
-    found = complaints(tidy.check_shared, TESTS)
+def test_tests_import_nothing_from_test_modules(own_tests: Modules) -> None:
+    found = complaints(tidy.check_shared, own_tests)
     assert not found
 
 
-def test_no_folder_of_tests_is_full() -> None:
-    found = tidy.check_folders(TESTS)
+def test_no_folder_of_tests_is_full(own_tests: Modules) -> None:
+    found = tidy.check_folders(own_tests)
     assert not found
 
 
-def test_interrupts_leave_no_lock_taken() -> None:
-    found = complaints(tidy.check_waits, SOURCES)
+def test_interrupts_leave_no_lock_taken(sources: Modules) -> None:
+    found = complaints(tidy.check_waits, sources)
     assert not found
 
 

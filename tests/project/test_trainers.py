@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from everstep.seams.processes.processes import process_ended
-from tests.support import trainers
 from tests.support.leftovers import MARK, processes_marked
-from tests.support.trainers import end_server, run_trainer, start_trainer
+from tests.support.trainers import end_server, run_trainer, server_process, start_trainer
 from tests.support.world import TIMEOUT_S
 
 ENDINGS = {
@@ -95,11 +94,10 @@ def test_all_of_them_end_with_the_tests() -> None:
 
 def test_a_lost_server_is_an_error() -> None:
     run_trainer("", timeout_s=TIMEOUT_S)
-    server = trainers._server
-    assert server is not None
-    server._process.kill()
-    server._process.wait(TIMEOUT_S)
+    server = server_process()
+    server.kill()
+    server.wait(TIMEOUT_S)
     with pytest.raises((AssertionError, ConnectionError)):
         start_trainer("")
     end_server()
-    assert not Path(f"/proc/{server._process.pid}").exists()
+    assert not Path(f"/proc/{server.pid}").exists()

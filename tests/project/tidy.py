@@ -73,6 +73,9 @@ MAX_PUBLIC_NAMES = 16
 MAX_MODULES_OF_A_TEST_FOLDER = 40
 
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 @dataclass(frozen=True)
 class Module:
     """One source file.
@@ -99,6 +102,22 @@ class Module:
     def names_used(self) -> list[tuple[str, int]]:
         """Every imported name where it is imported or used, in full, with its line."""
         return list(_names_used(self))
+
+    @cached_property
+    def functions(self) -> list[tuple[str, Function]]:
+        """Every function with its place, ``module:Class.function``."""
+        found: list[tuple[str, Function]] = []
+        todo: list[tuple[str, ast.AST]] = [("", self.tree)]
+        while todo:
+            prefix, parent = todo.pop()
+            for node in ast.iter_child_nodes(parent):
+                inner = prefix
+                if isinstance(node, Function | ast.ClassDef):
+                    inner = f"{prefix}.{node.name}".lstrip(".")
+                if isinstance(node, Function):
+                    found.append((f"{self.name}:{inner}", node))
+                todo.append((inner, node))
+        return found
 
     @property
     def part(self) -> str:

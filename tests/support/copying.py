@@ -11,6 +11,7 @@ import torch
 
 from everstep import Checkpointer
 from everstep.link.registry import list_keepers
+from everstep.testing.conformance import walk
 from everstep.testing.faultytier import FaultyTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from tests.support.world import TIMEOUT_S
@@ -49,7 +50,7 @@ def put(tier: Any, name: str, data: bytes) -> None:
 
 def contents(tier: MemoryTier) -> dict[str, bytes]:
     found = {}
-    for item in tier.walk():
+    for item in walk(tier):
         file = tier.open(item.name)
         buffer = bytearray(file.size_bytes)
         file.read_into(memoryview(buffer), 0)

@@ -20,6 +20,7 @@ class SlowLane:
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
         self.submitted: list[tuple[Batch, ...]] = []
+        self.transfers: list[CpuTransfer] = []
         self.fail: BaseException | None = None
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
@@ -38,6 +39,7 @@ class SlowLane:
                 return super().wait(timeout_s)
 
         transfer = Waiting()
+        self.transfers.append(transfer)
 
         def work() -> None:
             for batch in batches:
@@ -50,7 +52,7 @@ class SlowLane:
         return transfer
 
     def drain(self, upto: CpuTransfer | None = None) -> None:
-        while self.queue and not (upto is not None and upto._over):
+        while self.queue and not (upto is not None and upto.complete):
             self.queue.pop(0)()
 
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:

@@ -162,7 +162,7 @@ class FakeCuda:
         self._defaults: dict[torch.device, FakeStream] = {}
         self._device: dict[int, torch.device] = {}
         self._addresses: list[int] = []
-        self._allocations: list[_Allocation] = []
+        self.allocations: list[_Allocation] = []
         self._targets: list[tuple[int, int]] = []  # of copies that have not run yet
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +170,9 @@ class FakeCuda:
         monkeypatch.setattr(pinned_module, "_cuda", self)
         monkeypatch.setattr(graphs_module, "_cuda", self)
         monkeypatch.setattr(pinned_module, "_launch_something", self._launch)
-        for name in ("_device", "_done", "_packed", "_send", "_used_on"):
+        for name in ("_device", "_done", "_send", "_used_on"):
             monkeypatch.setattr(cuda_module, name, getattr(self, f"play{name}"))
+        monkeypatch.setattr(cuda_module, "packed", self.play_packed)
 
     # --- What torch.cuda has ---
 
@@ -265,7 +266,7 @@ class FakeCuda:
 
     def play_packed(self, batch: Batch) -> torch.Tensor:
         sources = batch.sources or (batch.rearranged,)
-        device = cuda_module._device(sources[0])
+        device = self.play_device(sources[0])
         packed = self.alloc(batch.end - batch.begin, device)
         target, aliases = self._alias(packed), [self._alias(source) for source in sources]
 
@@ -279,7 +280,7 @@ class FakeCuda:
     def play_done(self, issued: Future[Any], timeout_s: float | None) -> bool:
         if timeout_s == 0.0 or issued.done():
             return issued.done()
-        if self._actor() is not None:
+        if self.actor() is not None:
             self.run_until(issued.done)
         elif found := [actor for actor in self.actors if actor.name == "issue"]:
             with self._lock:
@@ -323,7 +324,7 @@ class FakeCuda:
         tensor = torch.frombuffer(tracked, dtype=torch.uint8)
         index = bisect.bisect(self._addresses, tensor.data_ptr())
         self._addresses.insert(index, tensor.data_ptr())
-        self._allocations.insert(index, allocation)
+        self.allocations.insert(index, allocation)
         return tensor
 
     def copying(self, begin: int, end: int) -> bool:
@@ -348,7 +349,7 @@ class FakeCuda:
         index = bisect.bisect(self._addresses, tensor.data_ptr()) - 1
         if index < 0:
             return None
-        found = self._allocations[index]
+        found = self.allocations[index]
         inside = tensor.data_ptr() < self._addresses[index] + found.base.size
         return found if inside else None
 
@@ -370,7 +371,7 @@ class FakeCuda:
 
     def run_until(self, there: Callable[[], bool]) -> None:
         """Lets others go on until ``there()``."""
-        actor = self._actor()
+        actor = self.actor()
         if actor is not None:
             actor.give_way(there)
             return
@@ -397,7 +398,8 @@ class FakeCuda:
         for actor in self.actors:
             actor.stop()
 
-    def _actor(self) -> Actor | None:
+    def actor(self) -> Actor | None:
+        """The thread that calls, if it is one of these."""
         ident = threading.get_ident()
         return next((actor for actor in self.actors if actor.ident == ident), None)
 
@@ -484,13 +486,18 @@ class FakeHost(CpuLane):
         found: int | None = self._threads.ident
         return found
 
+    @property
+    def waiting(self) -> int:
+        """How many jobs its thread has not begun."""
+        return len(self._threads.jobs)
+
 
 class FakeThreads:
     """One thread, an actor."""
 
     def __init__(self, cuda: FakeCuda, name: str = "lane") -> None:
         self._cuda = cuda
-        self._jobs: deque[Callable[[], None] | None] = deque()
+        self.jobs: deque[Callable[[], None] | None] = deque()
         self._actor = cuda.start(name, self._work)
         self.ident = self._actor.ident
 
@@ -507,17 +514,17 @@ class FakeThreads:
             else:
                 future.set_result(result)
 
-        self._jobs.append(job)
+        self.jobs.append(job)
         return future
 
     def close(self) -> None:
-        self._jobs.append(None)
+        self.jobs.append(None)
         self._cuda.run_until(lambda: self._actor.over)
 
     def _work(self) -> None:
         while True:
-            self._actor.give_way(lambda: bool(self._jobs))
-            job = self._jobs.popleft()
+            self._actor.give_way(lambda: bool(self.jobs))
+            job = self.jobs.popleft()
             if job is None:
                 return
             job()

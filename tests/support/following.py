@@ -68,7 +68,7 @@ def until_at(bench: Bench, step: int) -> None:
 
 def taken_here(ckpt: everstep.Checkpointer) -> int:
     """How many bases the training process has captured itself."""
-    return int(inspect(ckpt).saver._captures)
+    return inspect(ckpt).captured
 
 
 def steps_on_disk(run: Path, timeline: int = 1) -> list[int]:

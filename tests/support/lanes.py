@@ -19,15 +19,15 @@ class HeldLane(CpuLane):
 
     gate = Gate()
 
-    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
+    def copy_batch(self, batch: Batch, block: torch.Tensor) -> None:
         self.gate.wait_at()
-        super()._copy(batch, block)
+        super().copy_batch(batch, block)
 
-    def _copy_run(
+    def copy_run(
         self, run: Sequence[Batch], block: torch.Tensor, transfer: CpuTransfer, tell: Progress
     ) -> None:
         self.gate.wait_at()
-        super()._copy_run(run, block, transfer, tell)
+        super().copy_run(run, block, transfer, tell)
 
 
 @pytest.fixture

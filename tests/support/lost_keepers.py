@@ -16,6 +16,7 @@ from everstep.link.pool import CapturePool
 from everstep.link.registry import list_keepers
 from everstep.seams.processes.processes import process_ended
 from everstep.testing import inspect
+from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.following import until
 from tests.support.world import TIMEOUT_S
 
@@ -28,21 +29,41 @@ def kill_keeper() -> None:
 
 def lost_of(pool: CapturePool) -> KeeperError:
     """What its reader says of the keeper of this pool, once it has noticed."""
-    until(lambda: pool._lost is not None, "the loss of the keeper")
-    lost = pool._lost
-    assert isinstance(lost, KeeperError)
-    return lost
+    keeper = pool.keeper
+    assert keeper is not None
+    until(lambda: keeper.lost is not None, "the loss of the keeper")
+    assert isinstance(keeper.lost, KeeperError)
+    return keeper.lost
 
 
 def kill_noticed(ckpt: Any) -> None:
     kill_keeper()
-    until(lambda: inspect(ckpt).keepers.lost is not None, "the loss of the keeper")
+    noticed(ckpt)
+
+
+def remote_of(ckpt: everstep.Checkpointer) -> RemoteKeeper:
+    """Its keeper process, also before the first timeline."""
+    remote = inspect(ckpt).keepers.pool.keeper
+    assert isinstance(remote, RemoteKeeper)
+    return remote
 
 
 def keeper_of(ckpt: everstep.Checkpointer) -> int:
-    remote = inspect(ckpt).keepers._remote
-    assert remote is not None
-    return int(remote.pid)
+    return remote_of(ckpt).pid
+
+
+def cut(ckpt: everstep.Checkpointer) -> RemoteKeeper:
+    """The connection breaks, the keeper does not; all that waits for it is told."""
+    remote = remote_of(ckpt)
+    remote.disconnect(TIMEOUT_S)
+    assert remote.lost is not None
+    return remote
+
+
+def noticed(ckpt: everstep.Checkpointer) -> None:
+    """The end of its keeper has been noticed, and all that waits for it has been told."""
+    until(lambda: inspect(ckpt).keepers.lost is not None, "the loss of the keeper")
+    cut(ckpt)
 
 
 @contextmanager

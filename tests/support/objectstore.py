@@ -158,9 +158,9 @@ class FaultProxy:
     def __init__(self, target: str) -> None:
         self.faults: list[tuple[str, str]] = []
         self.seen: list[str] = []
-        self._target = target.removeprefix("http://")
+        self.target = target.removeprefix("http://")
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -174,12 +174,12 @@ class FaultProxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ended.set()
+        self.ended.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(30)
 
-    def _next(self, method: str) -> str:
+    def next_fault(self, method: str) -> str:
         with self._lock:
             for place, (wanted, fault) in enumerate(self.faults):
                 if wanted == method:
@@ -204,9 +204,9 @@ class FaultProxy:
             def _do(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 proxy.seen.append(f"{self.command} {self.path}")
-                fault = proxy._next(self.command)
+                fault = proxy.next_fault(self.command)
                 if fault == "hang":
-                    proxy._ended.wait(60)
+                    proxy.ended.wait(60)
                     self.close_connection = True
                     return
                 if fault in _ANSWERS:
@@ -227,7 +227,7 @@ class FaultProxy:
                 self.close_connection = self.close_connection or fault == "cut"
 
             def _asked(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
-                target = http.client.HTTPConnection(proxy._target, timeout=30)
+                target = http.client.HTTPConnection(proxy.target, timeout=30)
                 with contextlib.closing(target) as connection:
                     connection.request(self.command, self.path, body, dict(self.headers))
                     answer = connection.getresponse()

@@ -61,7 +61,7 @@ class Loop:
                 self.model(torch.randn(4, 48))
             self.model.train()
         for _ in range(3 if self.kind == "accumulates" else 1):
-            self._backward(step)
+            self.backward(step)
         if self.kind.startswith("inside"):
             return
         if self.kind.startswith("scaled"):
@@ -85,7 +85,7 @@ class Loop:
         scaler.update()
         optimizer.zero_grad()
 
-    def _backward(self, step: int) -> None:
+    def backward(self, step: int) -> None:
         result = torch.randn(8, 48)
         layers = list(self.model)
         if self.kind == "wanders" and step in (5, 9, 10, 11):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import socket
 import threading
 import time
@@ -35,7 +36,8 @@ from everstep.seams import Clock, FileSystem, PosixFileSystem, Seams, SystemCloc
 from everstep.seams.sockets import UnixStream, close_descriptors, connect_stream, listen_at
 from everstep.state.layout.entries import Entry
 from everstep.testing import inspect
-from tests.support.world import TIMEOUT_S
+from everstep.trainer.attach.remote import RemoteKeeper
+from tests.support.world import TIMEOUT_S, Gate
 
 __all__ = [
     "OBJECT",
@@ -46,6 +48,7 @@ __all__ = [
     "connected_pair",
     "contents_of",
     "die",
+    "hold_log",
     "oracle",
     "serving",
 ]
@@ -162,7 +165,7 @@ class Bench:
             deadline_s = time.monotonic() + TIMEOUT_S
             while not there():
                 assert time.monotonic() < deadline_s, "it never came"
-                connection._stream.wait(write=False, timeout_s=_POLL_S)
+                select.select([connection], [], [], _POLL_S)
         finally:
             over.set()
             thread.join(TIMEOUT_S)
@@ -426,13 +429,15 @@ def serving(run: Path, **options: Any) -> Iterator[Bench]:
 
 def die(ckpt: Checkpointer) -> None:
     """Ends a Checkpointer as its process's death would, as far as its keeper can tell."""
-    remote = inspect(ckpt).keepers._remote
-    assert remote is not None
-    remote._closing = True  # what is lost from now on is nobody's loss
-    remote._connection.close()
-    remote._reader.join(TIMEOUT_S)
-    inspect(ckpt).keepers.service = inspect(ckpt).keepers._remote = None
+    remote = inspect(ckpt).keepers.pool.keeper
+    assert isinstance(remote, RemoteKeeper)
+    remote.disconnect(TIMEOUT_S)
     inspect(ckpt).release()
+
+
+def hold_log(log: LogStore, gate: Gate) -> None:
+    """The thread that writes the log waits at the gate."""
+    log._thread.submit(gate.wait_at)
 
 
 def connected_pair(**options: Any) -> tuple[Connection, Connection]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -140,13 +141,14 @@ def narrow(v: Values) -> None:
 
 @change(shape=True)
 def add_buffer(v: Values) -> None:
-    count = len(v["model"]._buffers)
-    v["model"].register_buffer(f"more{count}", torch.zeros(1))
+    names = (f"more{number}" for number in itertools.count())
+    name = next(name for name in names if not hasattr(v["model"], name))
+    v["model"].register_buffer(name, torch.zeros(1))
 
 
 @change(shape=True)
 def remove_buffer(v: Values) -> None:
-    v["model"]._buffers.pop("mask", None)
+    del v["model"].mask
     v["model"].register_buffer("mask", None)
 
 
@@ -172,44 +174,47 @@ def replace_module(v: Values) -> None:
 
 @change(shape=True)
 def remove_module(v: Values) -> None:
-    v["model"]._modules.pop("again", None)
+    if hasattr(v["model"], "again"):
+        del v["model"].again
     v["model"].add_module("third", v["model"].norm)
 
 
 @change(shape=True)
 def reorder_modules(v: Values) -> None:
-    children = v["model"]._modules
-    first = next(iter(children))
-    children[first] = children.pop(first)
+    first, child = next(v["model"].named_children())
+    delattr(v["model"], first)
+    v["model"].add_module(first, child)
 
 
 @change(shape=True)
 def reorder_parameters(v: Values) -> None:
-    parameters = v["model"].norm._parameters
-    first = next(iter(parameters))
-    parameters[first] = parameters.pop(first)
+    norm = v["model"].norm
+    first, parameter = next(norm.named_parameters(recurse=False))
+    delattr(norm, first)
+    norm.register_parameter(first, parameter)
 
 
 @change(shape=True)
 def rename_parameter(v: Values) -> None:
-    parameters = v["model"].norm._parameters
-    renamed = {f"{key}_{len(key)}": parameter for key, parameter in parameters.items()}
-    parameters.clear()
-    parameters.update(renamed)
+    norm = v["model"].norm
+    for key, parameter in list(norm.named_parameters(recurse=False)):
+        delattr(norm, key)
+        norm.register_parameter(f"{key}_{len(key)}", parameter)
 
 
 @change(shape=True)
 def rename_module(v: Values) -> None:
-    children = v["model"]._modules
-    renamed = {f"{key}_": child for key, child in children.items()}
-    children.clear()
-    children.update(renamed)
+    for key, child in list(v["model"].named_children()):
+        delattr(v["model"], key)
+        v["model"].add_module(f"{key}_", child)
 
 
 @change(shape=True)
 def parameter_to_buffer(v: Values) -> None:
     norm = v["model"].norm
-    norm.register_buffer("moved", norm._parameters.pop("weight"))
+    weight = norm.weight
+    del norm.weight
+    norm.register_buffer("moved", weight)
 
 
 @change(shape=True)
@@ -521,12 +526,12 @@ def container_with_a_will_of_its_own(v: Values) -> None:
 
 @change(shape=True)
 def conjugate(v: Values) -> None:
-    v["model"]._buffers["mask"] = torch.ones(3, dtype=torch.complex64)
+    v["model"].mask = torch.ones(3, dtype=torch.complex64)
 
 
 @change(shape=False)
 def conjugate_the_same_memory(v: Values) -> None:
-    mask = v["model"]._buffers["mask"]
+    mask = v["model"].mask
     if mask is not None and mask.is_complex():
         mask.data = mask.data.conj()
 

@@ -25,29 +25,21 @@ class StatefulLoader(DataLoader[Any]):
         iterator = _Iterator(self)
         state, self.next_iter_state = self.next_iter_state, None
         if state is not None:
-            iterator._sampler_iter_yielded = iterator._num_yielded = state["_num_yielded"]
-            iterator._finished = state["_iterator_finished"]
-            iterator._sampler_iter = itertools.islice(
-                iterator._index_sampler, state["_num_yielded"], None
-            )
+            iterator.restore(state)
         return iterator
 
     def __iter__(self) -> Any:
         if not self._made_for_state:
             self._iterator = self._get_iterator()
         self._made_for_state = False
-        if self._iterator._finished:
+        if self._iterator.state()["_iterator_finished"]:
             self._iterator = self._get_iterator()
         return self._iterator
 
     def state_dict(self) -> dict[str, Any]:
         if self._iterator is None:
             self._iterator, self._made_for_state = self._get_iterator(), True
-        return {
-            "_num_yielded": self._iterator._num_yielded,
-            "_sampler_iter_yielded": self._iterator._sampler_iter_yielded,
-            "_iterator_finished": self._iterator._finished,
-        }
+        return self._iterator.state()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._iterator, self._made_for_state = None, False
@@ -59,6 +51,18 @@ class _Iterator(_SingleProcessDataLoaderIter):
     def __init__(self, loader: StatefulLoader) -> None:
         super().__init__(loader)
         self._sampler_iter_yielded, self._finished = 0, False
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "_num_yielded": self._num_yielded,
+            "_sampler_iter_yielded": self._sampler_iter_yielded,
+            "_iterator_finished": self._finished,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._sampler_iter_yielded = self._num_yielded = state["_num_yielded"]
+        self._finished = state["_iterator_finished"]
+        self._sampler_iter = itertools.islice(self._index_sampler, state["_num_yielded"], None)
 
     def _next_index(self) -> Any:
         index = super()._next_index()  # type: ignore[no-untyped-call]

@@ -30,6 +30,7 @@ __all__ = [
     "end_server",
     "finish_trainer",
     "run_trainer",
+    "server_process",
     "start_trainer",
     "whole_lines",
 ]
@@ -140,7 +141,7 @@ class _Server:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", _CODE.format(theirs.fileno())],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -166,7 +167,7 @@ class _Server:
     def end(self) -> None:
         """Returns when it has ended, and all processes that were forked from it."""
         self._socket.close()
-        self._process.wait(_START_S)
+        self.process.wait(_START_S)
 
 
 _server: _Server | None = None
@@ -217,6 +218,12 @@ def finish_trainer(trainer: Trainer | Popen, timeout_s: float) -> tuple[int, str
             raise AssertionError(f"the process hangs:\n{out}\n{err}") from None
         assert trainer.returncode is not None
         return trainer.returncode, out, err
+
+
+def server_process() -> subprocess.Popen[bytes]:
+    """What trainers are forked from now."""
+    assert _server is not None
+    return _server.process
 
 
 def end_server() -> None:
@@ -292,7 +299,7 @@ def _work(job: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     # What is read from the environment when a module is loaded.
-    failpoints._arm_from_environment(os.environ.get("EVERSTEP_FAILPOINTS", ""))
+    failpoints.arm_from_environment(os.environ.get("EVERSTEP_FAILPOINTS", ""))
     sys.argv = ["-c", *job["arguments"]]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main

@@ -82,6 +82,10 @@ class Gate:
         self.reached = threading.Event()
         self._opened = threading.Event()
 
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
     def wait_at(self) -> None:
         self.reached.set()
         assert self._opened.wait(TIMEOUT_S), "nobody opened the gate"
@@ -247,9 +251,17 @@ def acquiring(
         del pool.acquire
 
 
+_OPEN = checkpointer_module._live
+
+
 def forget(path: Path) -> None:
     """Lets the next Checkpointer of ``path`` be one of another process, as far as it knows."""
-    checkpointer_module._live.pop((PurePath(path), 0), None)
+    _OPEN.pop((PurePath(path), 0), None)
+
+
+def forget_open_runs() -> None:
+    """Lets the next Checkpointers of all runs and ranks be those of another process."""
+    _OPEN.clear()
 
 
 def seed_everything(seed: int) -> None:

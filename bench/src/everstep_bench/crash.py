@@ -526,17 +526,18 @@ class Bench:
         """Return the arm with its own best interval; or why there is none."""
         costs = self.costs.get(name)
         if costs is None:  # it saves nothing
-            return _setting(self._options, NONE, 1)
+            return setting_of(self._options, NONE, 1)
         if isinstance(costs, str):
             return costs
         if costs.replay_s is None:
-            return _setting(self._options, name, interval_of(costs, mtbf_s))
+            return setting_of(self._options, name, interval_of(costs, mtbf_s))
         size_bytes = self._size_bytes
         every = logged_interval_of(costs, mtbf_s, state_bytes=size_bytes, batch=_BATCH_STEPS)
-        return _setting(self._options, name, every)
+        return setting_of(self._options, name, every)
 
 
-def _setting(options: CrashOptions, name: str, every: int) -> Setting:
+def setting_of(options: CrashOptions, name: str, every: int) -> Setting:
+    """Return the setting of an arm that saves every so many steps."""
     return Setting(
         name,
         every,

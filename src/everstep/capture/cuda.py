@@ -227,15 +227,19 @@ class CudaLane:
 
     Args:
         host: lane of host memory; closed with this lane.
+
+    Attributes:
+        side_streams: streams of the copies that do not yield, by device.
+        issuer: enqueues the copies.
     """
 
     def __init__(self, host: CpuLane) -> None:
         self._host = host
-        self._streams: dict[torch.device, Any] = {}
+        self.side_streams: dict[torch.device, Any] = {}
         self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
         self._ahead = PinnedAhead(lambda slice_: host.run(partial(_beside_captures, slice_)))
-        self._issuer = Issuer(host.thread("everstep-issue"))
+        self.issuer = Issuer(host.thread("everstep-issue"))
 
     def warm(
         self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
@@ -290,7 +294,7 @@ class CudaLane:
                     # Memory that was allocated on another stream could be reused there before this
                     # copy ends.
                     _use(batch, _cuda.current_stream(_device(batch.first)))
-                    duplicates.append(Batch(batch.begin, batch.end, (_packed(batch),)))
+                    duplicates.append(Batch(batch.begin, batch.end, (packed(batch),)))
                     left_bytes -= size
                     continue
             others.append(batch)
@@ -380,10 +384,10 @@ class CudaLane:
         Fetches from a device within ``job`` use the side streams, so they do not wait for work that
         training has enqueued meanwhile.
         """
-        streams = list(self._streams.values())
+        streams = list(self.side_streams.values())
         here = self._here()
         # In this order: captures enqueued before this line are covered by the events of `begun`.
-        issued = self._issuer.under_way()
+        issued = self.issuer.under_way()
         begun: list[Any] = []
         # A failed device makes no more copies, and its transfers raise the error. The job must run
         # all the same, because it may release memory.
@@ -413,7 +417,7 @@ class CudaLane:
         """End the threads, after all queued work, and unpin the arena."""
         self.leave()
         # Before the lane's thread, whose jobs wait for results of this one.
-        self._issuer.close()
+        self.issuer.close()
         self._host.close()
 
     def _pinned_of(self, block: torch.Tensor, device: torch.device) -> PinnedMemory:
@@ -468,7 +472,7 @@ class CudaLane:
                 return found.failed(error)
             return found
 
-        return self._issuer.issue(enqueue)
+        return self.issuer.issue(enqueue)
 
     def _enqueue(
         self,
@@ -497,7 +501,7 @@ class CudaLane:
         self, devices: Iterable[torch.device], *, yielding: bool = False
     ) -> _Behind:
         """Return the side streams, with events after all work on the current streams."""
-        streams = self._yielding if yielding else self._streams
+        streams = self._yielding if yielding else self.side_streams
         found: _Behind = {}
         for device in devices:
             if device not in streams:
@@ -513,12 +517,13 @@ class CudaLane:
         In a thread without a current device, CUDA creates a context on the first device, which
         takes some hundred MB there; that device may belong to another rank.
         """
-        device = next(iter([*self._streams, *self._yielding]), None)
+        device = next(iter([*self.side_streams, *self._yielding]), None)
         return contextlib.nullcontext() if device is None else _cuda.device(device)
 
     def _begun(self) -> list[Any]:
         """Return events after all copies begun so far."""
-        return [_event(stream) for stream in [*self._streams.values(), *self._yielding.values()]]
+        streams = [*self.side_streams.values(), *self._yielding.values()]
+        return [_event(stream) for stream in streams]
 
     def _hold_back(self, reached: Sequence[Reached]) -> None:
         """Make the current streams wait for copies."""
@@ -584,7 +589,7 @@ def _runs(
         _use(batch, stream)
         # A packed tensor is allocated on the side stream, so its memory is reused only in the order
         # of that stream.
-        flat = batch.sources[0] if len(batch.sources) == 1 else _packed(batch)
+        flat = batch.sources[0] if len(batch.sources) == 1 else packed(batch)
         for first, last in pinned.pieces(block, batch.begin, batch.end):
             parts.append(flat[first - batch.begin : last - batch.begin])
             targets.append(block[first:last])
@@ -641,7 +646,7 @@ def _event(stream: Any) -> Any:
     return event
 
 
-def _packed(batch: Batch) -> torch.Tensor:
+def packed(batch: Batch) -> torch.Tensor:
     """Return the bytes of a batch in memory of their own, on its device.
 
     Raises:

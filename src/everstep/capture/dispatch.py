@@ -24,7 +24,6 @@ watched, spread evenly, because each event costs some microseconds.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import time
@@ -81,6 +80,41 @@ class Duplicates:
         return sum(memory.numel() for memory in self.memory.values())
 
 
+@dataclass(slots=True, eq=False)
+class UnitCopy:
+    """Progress of one unit of a capture.
+
+    Attributes:
+        number: number of the unit, in the order of the link.
+        duplicate: copies out of its duplicate; None without one.
+        transfer: its copies, once they are issued.
+        issued_s: time of issue, on the capture's clock; None until then.
+        arrived_s: arrival times of its batches.
+    """
+
+    number: int
+    unit: Unit
+    duplicate: tuple[Batch, ...] | None = None
+    transfer: Transfer | None = None
+    issued_s: float | None = None
+    arrived_s: list[float] = field(default_factory=list)
+
+    @property
+    def batches(self) -> tuple[Batch, ...]:
+        """Copies to issue: out of the duplicate, if there is one."""
+        return self.unit.batches if self.duplicate is None else self.duplicate
+
+    def make_duplicate(self, of_device: Mapping[torch.device, torch.Tensor]) -> None:
+        """Copy the unit within its device, in the order of the current stream."""
+        copies = []
+        for batch, slot in zip(self.unit.batches, self.unit.slots, strict=True):
+            memory = of_device[batch.first.device]
+            end = slot + batch.size_bytes
+            run_batch(Batch(slot, end, batch.sources, batch.rearranged), memory)
+            copies.append(Batch(batch.begin, batch.end, (memory[slot:end],)))
+        self.duplicate = tuple(copies)
+
+
 class Dispatch:
     """A capture in progress: a transfer whose copies are issued one after the other.
 
@@ -91,9 +125,8 @@ class Dispatch:
         over: called once, in any thread, when nothing is left to issue.
 
     Attributes:
-        issued_s: issue time of each unit, on the clock ``now_s``; None until then.
-        arrived_s: for each unit, arrival times of its batches.
-        duplicated_bytes: number of duplicated bytes.
+        copies: progress of each unit.
+        begun_s: time of the beginning, on the clock ``now_s``.
         complete: all copies are complete.
         copied_s: not known; None.
     """
@@ -109,7 +142,7 @@ class Dispatch:
         over: Callable[[], None],
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.units = units
+        self.copies = [UnitCopy(number, unit) for number, unit in enumerate(units)]
         self._lane = lane
         self._block = block
         self._duplicates = duplicates
@@ -119,31 +152,27 @@ class Dispatch:
         self._lock = threading.RLock()
         self._next = 0  # all units before it were issued
         self._issuing = 0  # units being issued by the thread that holds the lock
-        self._of: dict[str | None, list[int]] = {None: list(range(len(units)))}
-        for number, unit in enumerate(units):
-            self._of.setdefault(unit.owner, []).append(number)
-        self._transfers: list[Transfer | None] = [None] * len(units)
-        self._copies: dict[int, tuple[Batch, ...]] = {}  # batches of duplicated units
+        self._of: dict[str | None, list[UnitCopy]] = {None: self.copies}
+        for copy in self.copies:
+            self._of.setdefault(copy.unit.owner, []).append(copy)
         self._ended = False
         self._error: BaseException | None = None
         self.complete = False
         self.begun_s = now_s()
-        self.issued_s: list[float | None] = [None] * len(units)
-        self.arrived_s: list[list[float]] = [[] for _ in units]
-        self.duplicated_bytes = 0
 
     @property
     def all_issued(self) -> bool:
         """Return True if nothing is left to issue."""
-        return self._next == len(self.units)
+        return self._next == len(self.copies)
 
     def reach(self, event: int) -> None:
         """Issue all units planned for this event of the step, or for an earlier one."""
         with self._lock:
-            while not self._ended and self._next < len(self.units):
-                if self.units[self._next].event > event:
+            while not self._ended and self._next < len(self.copies):
+                copy = self.copies[self._next]
+                if copy.unit.event > event:
                     return
-                self._issue(self._next)
+                self._issue(copy)
             # Otherwise a signal handler has interrupted _issue(), which ends the capture itself.
             if not self._issuing:
                 self._end()
@@ -161,29 +190,27 @@ class Dispatch:
         if owner is None:
             self.flush()
         with self._lock:
-            for number in self._of.get(owner, ()):
-                unit = self.units[number]
-                if self.issued_s[number] is None and number not in self._copies:
-                    if unit.slots:
-                        self._duplicate(number, timeout_s)
+            for copy in self._of.get(owner, ()):
+                if copy.issued_s is None and copy.duplicate is None:
+                    if copy.unit.slots:
+                        self._duplicate(copy, timeout_s)
                     else:
-                        self._issue(number)
-                transfer = self._transfers[number]
-                if transfer is not None and number not in self._copies:
-                    awaited.append((transfer, unit.batches[-1].end))
+                        self._issue(copy)
+                if copy.transfer is not None and copy.duplicate is None:
+                    awaited.append((copy.transfer, copy.unit.batches[-1].end))
         # Without the lock: hooks in autograd's threads must be able to issue copies meanwhile.
         return all(transfer.gate(end, timeout_s) for transfer, end in awaited)
 
     def flush(self) -> None:
         """Issue everything in planned order: the step deviates from the plan, or is over."""
-        self.reach(max((unit.event for unit in self.units), default=0))
+        self.reach(max((copy.unit.event for copy in self.copies), default=0))
 
     def fail(self, error: BaseException) -> None:
         """Issue nothing more: the capture has failed with this error."""
         with self._lock:
             self._error = self._error or error
             # Without a transfer no copy writes to the block.
-            self.complete = self.complete or not any(self._transfers)
+            self.complete = self.complete or not any(copy.transfer for copy in self.copies)
             self._end()
 
     def gate(self, end: int, timeout_s: float) -> bool:
@@ -197,9 +224,9 @@ class Dispatch:
         Raises:
             Exception: error of a copy, or of issuing one.
         """
-        for transfer in self._transfers:
+        for copy in self.copies:
             try:
-                if transfer is not None and not transfer.wait(timeout_s):
+                if copy.transfer is not None and not copy.transfer.wait(timeout_s):
                     return False
             except Exception as error:  # go on: other transfers may still be in progress
                 self.fail(error)
@@ -208,20 +235,20 @@ class Dispatch:
             raise self._error
         return True
 
-    def _issue(self, number: int) -> None:
-        if self._ended or self.issued_s[number] is not None:
+    def _issue(self, copy: UnitCopy) -> None:
+        if self._ended or copy.issued_s is not None:
             self._advance()
             return
         self._issuing += 1  # a signal handler may flush meanwhile, and must not end the capture
         try:
             # Before the submission: a signal handler that flushes now must not issue the unit
             # again.
-            self.issued_s[number] = self._now_s()
-            batches = self._copies.get(number, self.units[number].batches)
-            arrived = functools.partial(self._arrived, number)
-            self._transfers[number] = transfer = self._lane.submit(batches, self._block, arrived)
-            if number in self._copies:
-                self._duplicates.readers[number] = transfer
+            copy.issued_s = self._now_s()
+            copy.transfer = self._lane.submit(
+                copy.batches, self._block, lambda end: copy.arrived_s.append(self._now_s())
+            )
+            if copy.duplicate is not None:
+                self._duplicates.readers[copy.number] = copy.transfer
         except Exception as error:  # runs in a hook of training, which must not fail
             self.fail(error)
             return
@@ -233,33 +260,20 @@ class Dispatch:
         self._advance()
 
     def _advance(self) -> None:
-        while self._next < len(self.units) and self.issued_s[self._next] is not None:
+        while not self.all_issued and self.copies[self._next].issued_s is not None:
             self._next += 1
         if self.all_issued and not self._issuing:
             self._end()
 
-    def _duplicate(self, number: int, timeout_s: float) -> None:
-        """Copy a unit within its device, in the order of the current stream."""
-        unit = self.units[number]
-        reader = self._duplicates.readers.get(number)
+    def _duplicate(self, copy: UnitCopy, timeout_s: float) -> None:
+        reader = self._duplicates.readers.get(copy.number)
         try:
-            if reader is not None and not reader.gate(unit.batches[-1].end, timeout_s):
-                self._issue(number)  # the copies of the step before still read this slot
-                return
-            copies = []
-            for batch, slot in zip(unit.batches, unit.slots, strict=True):
-                memory = self._duplicates.memory[batch.first.device]
-                size = batch.size_bytes
-                run_batch(Batch(slot, slot + size, batch.sources, batch.rearranged), memory)
-                copies.append(Batch(batch.begin, batch.end, (memory[slot : slot + size],)))
-                self.duplicated_bytes += size
+            if reader is not None and not reader.gate(copy.unit.batches[-1].end, timeout_s):
+                self._issue(copy)  # the copies of the step before still read these slots
+            else:
+                copy.make_duplicate(self._duplicates.memory)
         except Exception as error:
             self.fail(error)
-            return
-        self._copies[number] = tuple(copies)
-
-    def _arrived(self, number: int, end: int) -> None:
-        self.arrived_s[number].append(self._now_s())
 
     def _end(self) -> None:
         if not self._ended:
@@ -343,6 +357,11 @@ class StepEvents:
         self._roots: tuple[nn.Module, ...] = ()
         self._optimizers: Mapping[str, Optimizer] = {}
         self._step: _Step | None = None  # None while no step is watched
+
+    @property
+    def remembered(self) -> int:
+        """Number of events, and patterns of updates, that have a number."""
+        return len(self._numbers) + len(self._patterns)
 
     def watch(self, roots: Iterable[nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
         """Watch these modules and optimizers from now on, and no others."""

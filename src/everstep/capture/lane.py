@@ -182,7 +182,7 @@ class CpuLane:
     stream of the device. Training on another stream must make that stream wait.
     """
 
-    _in_runs = True  # False in subclasses that do something at each copy
+    in_runs = True  # False in subclasses that do something at each copy
 
     def __init__(self) -> None:
         self._threads = IoThreads(1, "everstep-capture")
@@ -210,17 +210,17 @@ class CpuLane:
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         transfer = CpuTransfer()
-        issued_s = self._now()
+        issued_s = self.now_s()
 
         def copy(tell: Progress) -> None:
             self._issued_s = issued_s
-            if self._in_runs and isinstance(batches, Runs):
+            if self.in_runs and isinstance(batches, Runs):
                 for run in batches.runs:
-                    self._copy_run(run, block, transfer, tell)
+                    self.copy_run(run, block, transfer, tell)
                     tell(run[-1].end)
             else:
                 for batch in batches:
-                    self._copy(batch, block)
+                    self.copy_batch(batch, block)
                     tell(batch.end)
 
         work = _made(transfer, progress, copy)
@@ -241,13 +241,13 @@ class CpuLane:
         self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
     ) -> Transfer:
         transfer = CpuTransfer()
-        issued_s = self._now()
+        issued_s = self.now_s()
 
         def copy(tell: Progress) -> None:
             for batch in batches:
                 self._let_pass()
                 self._issued_s = issued_s
-                self._copy(batch, block)
+                self.copy_batch(batch, block)
                 tell(batch.end)
 
         self._threads.submit(_made(transfer, progress, copy))
@@ -279,14 +279,15 @@ class CpuLane:
     def close(self) -> None:
         self._threads.close()
 
-    def _now(self) -> float:
+    def now_s(self) -> float:
         """Return the time of submission, for subclasses that use it."""
         return 0.0
 
-    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
+    def copy_batch(self, batch: Batch, block: torch.Tensor) -> None:
+        """Copy a batch, in the lane's thread."""
         _copy_alone(batch, block)
 
-    def _copy_run(
+    def copy_run(
         self, run: Sequence[Batch], block: torch.Tensor, transfer: CpuTransfer, tell: Progress
     ) -> None:
         """Copy a run; report progress within it only if a caller waits."""

@@ -31,7 +31,8 @@ _SAMPLES = 4  # of each tensor
 _SAMPLES_OF_SMALL = 8
 _SMALL_BYTES = 4096  # in one or two pages; each further page costs a cache and TLB miss
 
-_Kind = tuple[int, torch.device]  # elements of one packed copy
+# As integers: as floats a NaN differs from itself, and -0.0 equals 0.0.
+_Kind = tuple[int, torch.device]  # width in bytes; elements of one packed copy
 
 
 @dataclass(frozen=True, slots=True)

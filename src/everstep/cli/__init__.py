@@ -2,8 +2,7 @@
 
 ``ls``, ``inspect``, ``verify``, ``du``  read a run and never write into it
 ``rm``          deletes one base
-``restore``     writes the state of any logged step into a new run; in the same module ``replay``
-                replays a run without the updates of some steps
+``restore``     writes the state of any logged step into a new run
 ``ps``          lists the keeper processes of this user; in the same module ``stop`` ends them
 ``doctor``      checks this machine
 ``plan``        computes intervals and schedules from models, without measurements
@@ -41,12 +40,12 @@ from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
 from everstep.cli.plan.interval import app as _plan
 from everstep.cli.ps import ps, stop
-from everstep.cli.restore import replay, restore
+from everstep.cli.restore import restore
 from everstep.cli.rm import rm
 from everstep.cli.verify import verify
 from everstep.errors import UnavailableError
 
-__all__ = ["app", "main"]
+__all__ = ["add_plugged_in", "app", "main"]
 
 # Named in --help even where everstep-bench is missing, so that users learn how to get them.
 _OF_BENCH = {
@@ -85,7 +84,7 @@ def _root(
     pass
 
 
-def _add_plugged_in(app: typer.Typer) -> None:
+def add_plugged_in(app: typer.Typer) -> None:
     """Add the verbs of installed distributions, and a stand-in for each missing one of ours."""
     own = {command.callback.__name__ for command in app.registered_commands if command.callback}
     own |= {group.name for group in app.registered_groups if group.name}
@@ -126,10 +125,10 @@ def _add_missing(app: typer.Typer, name: str, summary: str, why: str) -> None:
         )
 
 
-for _verb in (ls, inspect, verify, restore, replay, rm, du, ps, stop, doctor, demo):
+for _verb in (ls, inspect, verify, restore, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
 app.add_typer(_plan, name="plan")
-_add_plugged_in(app)
+add_plugged_in(app)
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -14,11 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.tree import Tree
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.log import (
-    records_in,
     run_log,
     segment_as_json,
     show_records,
@@ -52,8 +49,6 @@ if TYPE_CHECKING:
 
 _ROWS_MAX = 1000
 _OF_RECORDS = ("kind", "step", "lsn", "exact", "declared")
-_DEPTH_MAX = 16
-_SEPARATOR = re.compile(r"(?=[/.])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +118,6 @@ def inspect(
         str | None,
         typer.Option(metavar="PATTERN", help="Only names with this in them, or like this (*, ?)."),
     ] = None,
-    tree: Annotated[
-        bool, typer.Option("--tree/--table", help="By path, or one line per entry.")
-    ] = True,
     json_output: JsonFlag = False,
 ) -> None:
     """Shows the entries of a base: names, shapes, dtypes, sizes.
@@ -148,7 +140,7 @@ def inspect(
     if json_output:
         emit(_document(found, rows, shown))
     else:
-        _show(console(), found, rows, shown, tree)
+        _show(console(), found, rows, shown)
     raise typer.Exit(ExitCode.DIFFERENT if found.is_damaged else ExitCode.OK)
 
 
@@ -204,6 +196,8 @@ def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
 def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
     """Read one shard; its marker beside it, if present, vouches for its header."""
     from everstep.format.reader import read_header, read_record_bytes
+    from everstep.run.open_base import is_redo_file
+    from everstep.run.segments import read_heads
 
     if kind_of(path) is None:
         hint = "everstep inspect RUN lists the entries of a run, --json their files"
@@ -219,7 +213,7 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
             record = next((file for file in marker.files if file.name == path.name), None)
     with reading(path), contextlib.closing(filesystem.open(path)) as file:
         header = read_header(file, record, path) if record else _unvouched(file, path)
-        records = records_in(file, header, path)
+        records = read_heads(file, header, path) if is_redo_file(header) else ()
     found = _Found(path, "file", vouched=record is not None, records=records)
     found.headers.append((path.name, header))
     return found
@@ -324,7 +318,7 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
     }
 
 
-def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_tree: bool) -> None:
+def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row]) -> None:
     from everstep.run.verify import describe_audit
 
     first = found.headers[0][1].identity
@@ -342,10 +336,7 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
         say(out, describe_audit(found.audit), style)
     if not found.vouched:
         out.print(label("no marker beside the file: nothing vouches for its header", "yellow"))
-    if as_tree:
-        out.print(_tree(found.path.name, shown[:_ROWS_MAX]))
-    else:
-        _show_table(out, shown[:_ROWS_MAX])
+    _show_table(out, shown[:_ROWS_MAX])
     if len(shown) > _ROWS_MAX:
         left = count_of(len(shown) - _ROWS_MAX, "more entry", "more entries")
         out.print(f"... {left}: --entry narrows the list, --json has them all")
@@ -367,48 +358,6 @@ def _show_table(out: Console, rows: list[_Row]) -> None:
             label(_note(row), "dim"),
         )
     out.print(made)
-
-
-@dataclass(slots=True)
-class _Node:
-    rows: list[_Row] = field(default_factory=list)
-    leaf: _Row | None = None
-    children: dict[str, _Node] = field(default_factory=dict)
-
-
-def _tree(title: str, rows: list[_Row]) -> Tree:
-    """Return entries by path: names are cut at ``/`` and ``.``, levels with one child are
-    joined.
-    """
-    root = _Node()
-    for row in rows:
-        node = root
-        node.rows.append(row)
-        for part in _SEPARATOR.split(row.entry.name, maxsplit=_DEPTH_MAX):
-            node = node.children.setdefault(part, _Node())
-            node.rows.append(row)
-        if node.leaf is not None:  # the same name in another rank's file
-            node = node.children.setdefault(f"/rank {row.rank}", _Node([row]))
-        node.leaf = row
-    drawn = Tree(label(title), guide_style="dim")
-    _grow(drawn, root)
-    return drawn
-
-
-def _grow(drawn: Tree, node: _Node) -> None:
-    for part, child in node.children.items():
-        while len(child.children) == 1 and child.leaf is None:
-            ((more, child),) = child.children.items()
-            part += more
-        text = label(part.lstrip("/."))
-        if child.leaf is not None:
-            row = child.leaf
-            text.append(f"  {_dtype(row)} {_shape(row)}  {in_words(row.entry.size_bytes)}", "cyan")
-            text.append(f"  {label(_note(row)).plain}" if _note(row) else "", "dim")
-        else:
-            count = count_of(len(child.rows), "entry", "entries")
-            text.append(f"  ({count}, {in_words(_bytes_of(child.rows))})", "dim")
-        _grow(drawn.add(text), child)
 
 
 def _bytes_of(rows: Iterable[_Row]) -> int:

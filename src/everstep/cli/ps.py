@@ -191,7 +191,8 @@ def steps_of(steps: Sequence[int]) -> str:
     return f"step{'' if len(steps) == 1 else 's'} {more}{shown}"
 
 
-def _doing(status: Status) -> str:
+def activity_of(status: Status) -> str:
+    """Describe the activity of a keeper in a few words."""
     if status.writing:
         return f"writing {steps_of(status.writing)}"
     if status.trainer is not None:
@@ -242,7 +243,7 @@ def _show(
             run,
             rank,
             "-" if status.trainer is None else str(status.trainer),
-            _doing(status),
+            activity_of(status),
             _in_memory(status),
             "-" if status.durable_step is None else str(status.durable_step),
             in_words(status.arena_bytes),
@@ -261,7 +262,7 @@ _HINTED_MAX = 5
 
 
 @dataclass(slots=True, eq=False)
-class _Stopping:
+class Stopping:
     """One keeper that is being ended.
 
     Attributes:
@@ -361,14 +362,14 @@ def _hint_at_keepers(keepers: Sequence[KeeperInfo]) -> str:
 
 def _stop(
     chosen: Sequence[KeeperInfo], *, now: bool, force: bool, timeout_s: float
-) -> list[_Stopping]:
+) -> list[Stopping]:
     from everstep.seams.processes.processes import PidWatch
 
     statuses = request_statuses(chosen)
     if not force:
         _refuse_attached(chosen, statuses)
     stopping = [
-        _Stopping(info, status, PidWatch(info.pid))
+        Stopping(info, status, PidWatch(info.pid))
         for info, status in zip(chosen, statuses, strict=True)
     ]
     try:
@@ -379,7 +380,7 @@ def _stop(
                 one.problem = why
             else:
                 _request_end(one)
-        _wait(stopping, timeout_s)
+        wait_for_end(stopping, timeout_s)
     finally:
         for one in stopping:
             one.watch.close()
@@ -412,7 +413,7 @@ def _has_log(status: Status | None) -> str | None:
     )
 
 
-def _request_end(one: _Stopping) -> None:
+def _request_end(one: Stopping) -> None:
     from everstep.link.spawn import connect
 
     try:
@@ -420,12 +421,12 @@ def _request_end(one: _Stopping) -> None:
             one.info.key, timeout_s=_REQUEST_TIMEOUT_S, send_timeout_s=_REQUEST_TIMEOUT_S
         )
         one.connection.send({"kind": "stop"})
-    # If it has ended meanwhile, _wait() clears the problem.
+    # If it has ended meanwhile, wait_for_end() clears the problem.
     except KeeperError as error:
         one.problem = f"the request failed: {error.message}"
 
 
-def _kill(one: _Stopping) -> None:
+def _kill(one: Stopping) -> None:
     from everstep.link.registry import kill_keeper
 
     try:
@@ -434,7 +435,7 @@ def _kill(one: _Stopping) -> None:
         one.problem = error.message
 
 
-def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
+def wait_for_end(stopping: Sequence[Stopping], timeout_s: float) -> None:
     """Wait until all have ended or refused, or until the timeout."""
     deadline_s = time.monotonic() + timeout_s
     what = f"waiting for {count_of(len(stopping), 'keeper')} to end"
@@ -461,7 +462,7 @@ def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
             one.problem += ", though it was killed: the disk that it writes to hangs"
 
 
-def _has_ended(one: _Stopping) -> bool:
+def _has_ended(one: Stopping) -> bool:
     """Return True if the keeper's lock is free. The lock proves its end; its PID may be in use
     again.
     """
@@ -473,7 +474,7 @@ def _has_ended(one: _Stopping) -> bool:
     return True
 
 
-def _refusal(one: _Stopping) -> str | None:
+def _refusal(one: Stopping) -> str | None:
     """Return the keeper's reason for refusing, if it has sent one."""
     from everstep.link.wire import error_from_wire
     from everstep.seams.sockets import close_descriptors
@@ -494,7 +495,7 @@ def _refusal(one: _Stopping) -> str | None:
 # --- Showing ----------------------------------------------------------------------------
 
 
-def _record(one: _Stopping) -> dict[str, object]:
+def _record(one: Stopping) -> dict[str, object]:
     return {
         "pid": one.info.pid,
         "run": one.info.run,
@@ -506,7 +507,7 @@ def _record(one: _Stopping) -> dict[str, object]:
     }
 
 
-def _show_stopped(out: Console, stopping: Sequence[_Stopping], runs: Sequence[str]) -> None:
+def _show_stopped(out: Console, stopping: Sequence[Stopping], runs: Sequence[str]) -> None:
     for one in stopping:
         who = f"keeper {one.info.pid} of {one.info.run}, rank {one.info.rank}"
         if not one.gone:
@@ -525,7 +526,7 @@ def _show_stopped(out: Console, stopping: Sequence[_Stopping], runs: Sequence[st
         out.print("no keeper is running")
 
 
-def _loss(one: _Stopping) -> str:
+def _loss(one: Stopping) -> str:
     if one.lost is None or one.status is None:
         return "the state in its memory is lost; it did not answer which steps that was"
     durable = one.status.durable_step

@@ -1,13 +1,9 @@
-"""``everstep restore``: write the state of any logged step into a new run folder.
-
-``everstep replay``: replay a run without the updates of some steps.
-"""
+"""``everstep restore``: write the state of any logged step into a new run folder."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import time
 import uuid
@@ -16,10 +12,9 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from everstep.cli.common.errors import JsonFlag, emit
-from everstep.cli.common.output import console, count_of, in_words, label, left_out, say, table
+from everstep.cli.common.output import console, count_of, in_words, label, say
 from everstep.cli.common.runs import (
     RUN_ARGUMENT,
     absolute,
@@ -39,7 +34,7 @@ from everstep.seams.progress import progress
 
 if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
-    from everstep.restore.offline.rebuild import Change, Rebuilder, Rebuilt
+    from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
     from everstep.run.scan import Inventory
 
 
@@ -75,6 +70,9 @@ def restore(
     with rebuilding(filesystem, inventory) as (rebuilder, ring):
         rebuilt = rebuilder.state_at(step, timeline)
         written = write_run(PosixFileSystem(), folder, rebuilt, ring)
+    at = BaseId(rebuilt.timeline, rebuilt.step)
+    # Of a step that was requested with its timeline, this is known.
+    abandoned = describe_abandoned(at, inventory.branches) if timeline is None else None
     found: dict[str, Any] = {
         "path": inventory.path,
         "run": inventory.run,
@@ -91,7 +89,7 @@ def restore(
         "size_bytes": rebuilt.state.size_bytes,
         "skipped": rebuilt.skipped,
         "notes": rebuilt.notes,
-        "given_up": given_up(inventory, rebuilt, timeline),
+        "given_up": abandoned,
         "seconds": time.monotonic() - start_s,
     }
     if json_output:
@@ -99,32 +97,21 @@ def restore(
         return
     show = console()
     for one in rebuilt.skipped:
-        place = f"step {one.step} of timeline {one.timeline}"
-        say(show, f"passed over {place}: {one.reason}", "yellow")
+        say(show, f"passed over {BaseId(one.timeline, one.step)}: {one.reason}", "yellow")
     replayed = f" and {count_of(rebuilt.replayed, 'step')} of the log" if rebuilt.replayed else ""
     show.print(
         label(
-            f"step {rebuilt.step} of timeline {rebuilt.timeline}, from base "
-            f"{rebuilt.base.step}{replayed}: {found['entries']} entries, "
+            f"{at}, from base {rebuilt.base.step}{replayed}: {found['entries']} entries, "
             f"{in_words(found['size_bytes'])}, " + ("exact" if rebuilt.exact else "not exact")
         )
     )
-    if found["given_up"]:
-        say(show, found["given_up"], "yellow")
+    if abandoned:
+        say(show, abandoned, "yellow")
     if rebuilt.why and rebuilt.why not in rebuilt.notes:
         show.print(label(f"not exact: {rebuilt.why}", "yellow"), soft_wrap=True)
     for note in rebuilt.notes:
         show.print(label(f"of several ranks: {note}", "yellow"), soft_wrap=True)
     show.print(label(f"written to {folder}: resume() there goes on from it"), soft_wrap=True)
-
-
-def given_up(inventory: Inventory, rebuilt: Rebuilt, timeline: int | None) -> str | None:
-    """Describe a state that belongs to no step of the current history; None if it does, or if its
-    ``timeline`` was requested.
-    """
-    if timeline is not None:
-        return None
-    return describe_abandoned(BaseId(rebuilt.timeline, rebuilt.step), inventory.branches)
 
 
 @contextlib.contextmanager
@@ -238,130 +225,3 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
             hint="the disk or memory of this machine may be failing",
         )
     return inventory.run
-
-
-_ROWS_MAX = 30
-_DROP_MAX = 1_000_000
-_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
-_CAVEAT = (
-    "never exact: gradients are those of the logged run, computed with the dropped updates in "
-    "place; buffers, schedules and random generators are as logged"
-)
-
-
-def replay(
-    run: Annotated[str, RUN_ARGUMENT],
-    to: Annotated[
-        int, typer.Option("--to", help="Step to compare the states at.", show_default=False)
-    ],
-    begin: Annotated[
-        int | None,
-        typer.Option("--from", help="Begin at the newest base up to this step."),
-    ] = None,
-    drop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--drop",
-            metavar="STEP",
-            help="Leave out the updates of this step; also 104-107.",
-        ),
-    ] = None,
-    timeline: Annotated[
-        int | None, typer.Option(help="Timeline of the step --to, if several have it.")
-    ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Write the result as a new run, as restore does."),
-    ] = None,
-    json_output: JsonFlag = False,
-) -> None:
-    """Replays the log without the updates of some steps, and shows the effect.
-
-    A counterfactual: the remaining gradients are those that were logged, so the result is never
-    exactly the result of such a training, and is marked as not exact. Shows which entries differ
-    from the logged run at --to, and by how much. Writes nothing without --out. Exit status 3 if the
-    optimizer cannot be replayed here.
-    """
-    from everstep.restore.offline.rebuild import changes
-
-    filesystem = PosixFileSystem()
-    start_s = time.monotonic()
-    dropped = _dropped_steps(drop or [])
-    inventory = open_run(filesystem, run)
-    folder = None if out is None else check_out(out, inventory)
-    with rebuilding(filesystem, inventory) as (rebuilder, ring):
-        logged, other = rebuilder.without(to, dropped, begin, timeline)
-        found = changes(logged.state, other.state)
-        written = None if folder is None else write_run(filesystem, folder, other, ring)
-    if json_output:
-        emit(
-            {
-                "path": inventory.path,
-                "run": inventory.run,
-                "step": logged.step,
-                "timeline": logged.timeline,
-                "base": logged.base,
-                "replayed": logged.replayed,
-                "dropped": sorted(dropped),
-                "exact": False,
-                "why": other.why,
-                "logged_exact": logged.exact,
-                "logged_why": logged.why,
-                "given_up": given_up(inventory, logged, timeline),
-                "entries": _entries(logged),
-                "changes": found,
-                "out": folder,
-                "out_run": written,
-                "seconds": time.monotonic() - start_s,
-            }
-        )
-        return
-    show = console()
-    _show_changes(show, logged, dropped, found)
-    if note := given_up(inventory, logged, timeline):
-        say(show, note, "yellow")
-    if folder is not None:
-        show.print(label(f"written to {folder}, as a state that is not exact"), soft_wrap=True)
-
-
-def _dropped_steps(drop: list[str]) -> set[int]:
-    found: set[int] = set()
-    for text in drop:
-        match = _RANGE.fullmatch(text)
-        first = int(match[1]) if match else 1
-        last = int(match[2] or match[1]) if match else 0
-        if first > last or first < 1:
-            raise OptionError(f"--drop {text!r} is neither a step nor a range of steps, like 4-7")
-        if last - first >= _DROP_MAX:
-            raise OptionError(f"--drop {text!r}: at most {_DROP_MAX} steps")
-        found.update(range(first, last + 1))
-    return found
-
-
-def _entries(rebuilt: Rebuilt) -> int:
-    return len(rebuilt.state.entries) + len(rebuilt.state.objects)
-
-
-def _show_changes(out: Console, logged: Rebuilt, dropped: set[int], found: list[Change]) -> None:
-    left = f"without the updates of {count_of(len(dropped), 'step')}" if dropped else "as logged"
-    out.print(
-        label(
-            f"step {logged.step} of timeline {logged.timeline}, from base {logged.base.step} and "
-            f"{count_of(logged.replayed, 'step')} of the log, {left}"
-        )
-    )
-    shown: Any = table(("entry", "max abs", "relative"), right=("max abs", "relative"))
-    ordered = sorted(found, key=lambda one: -1.0 if one.relative is None else -one.relative)
-    for one in ordered[:_ROWS_MAX]:
-        shown.add_row(label(one.entry), _number(one.max_abs), _number(one.relative))
-    if found:
-        out.print(shown)
-    left_out(out, len(found), _ROWS_MAX)
-    out.print(f"{len(found)} of {_entries(logged)} entries differ from the logged run")
-    if logged.why:
-        out.print(label(f"the logged run itself: not exact: {logged.why}", "yellow"))
-    out.print(label(_CAVEAT, "yellow"), soft_wrap=True)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

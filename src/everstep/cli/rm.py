@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -254,7 +253,7 @@ def _show(out: Console, plan: _Plan, left: list[str], dry_run: bool) -> None:
         made = table(("file", "bytes", "allocated"), right=("bytes", "allocated"))
         for file in plan.files:
             made.add_row(label(file.name), f"{file.size_bytes:,}", f"{file.allocated_bytes:,}")
-        out.print(label(str(PurePath(base.path))), soft_wrap=True)
+        out.print(label(str(base.path)), soft_wrap=True)
         out.print(made)
     out.print(
         f"{verb} {base.id} ({STATUS_WORDS[base.status]}): {len(plan.files)} files, "

@@ -112,7 +112,7 @@ def history(newest: int, branches: Mapping[int, Branch]) -> list[tuple[int, int 
 
 
 def describe_abandoned(end: BaseId, branches: Mapping[int, Branch]) -> str | None:
-    """Explain where the newest timeline's history diverged from a state of an abandoned branch.
+    """Explain that a state is not in the newest timeline's history.
 
     The message is for a user who requested that step: another training produced it, and the step
     number alone does not show that. None if the state is in the history.
@@ -122,24 +122,8 @@ def describe_abandoned(end: BaseId, branches: Mapping[int, Branch]) -> str | Non
     """
     if not branches or not split_by_history([end], branches)[1]:
         return None
-    path = history(max(branches), branches)
-    limits = dict(path)
-    origin = next((item for item in history(end.timeline, branches) if item[0] in limits), None)
-    if origin is None:
-        how = f"timeline {path[-1][0]} started from scratch"
-    else:
-        common, own = origin
-        younger = [timeline for timeline, _ in path if timeline > common]
-        left = limits[common]
-        steps = [step for step in (own, left) if step is not None]
-        where = BaseId(common, min(steps)) if steps else f"timeline {common}"
-        # The branch of `end` may itself have forked before the point where training left it.
-        if left is None or (own is not None and own < left):
-            how = f"it forked at {where}, and training continued without it"
-        else:
-            how = f"timeline {min(younger)} started at {where} and abandoned it"
     return (
-        f"{end} is on an abandoned branch: {how}. The history of timeline {path[0][0]}, the newest "
+        f"{end} is on an abandoned branch: the history of timeline {max(branches)}, the newest "
         f"until now, has no step {end.step} that can be restored"
     )
 

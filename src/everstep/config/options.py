@@ -268,9 +268,6 @@ class LogOptions:
             (I9), in a low-priority process that uses a twentieth of a core on average. Needs a log
             on disk, a keeper process and two kept bases. None: on if these are given.
         ratio: for ``log="adaptive"``: fraction of the elements of a large gradient that is kept.
-        replay: ``"exact"``: with the arithmetic of training. ``"fast"``: on a CUDA device, by
-            torch's fused kernels, even where their last bits differ from training's; then
-            :attr:`Recovery.exact` is False.
     """
 
     to: str = "memory"
@@ -280,11 +277,9 @@ class LogOptions:
     lag_steps: int | None = None
     audit: bool | None = None
     ratio: float = _RATIO
-    replay: str = "exact"
 
     def __post_init__(self) -> None:
         one_of("place for the log", self.to, ("memory", "disk"))
-        one_of("way to replay", self.replay, ("exact", "fast"))
         if History.parse(self.history).is_more and self.to != "disk":
             raise OptionError(
                 f"LogOptions.history={self.history!r} needs a log on disk; a log in memory reaches "

@@ -121,7 +121,6 @@ def read_body(
     on_damage: Callable[[DamageError], None] | None = None,
     wanted: Sequence[int] | None = None,
     on_entry: Callable[[int], None] | None = None,
-    reads: ReadsAhead | None = None,
 ) -> None:
     """Read and verify entries. Threads read ahead; the calling thread verifies.
 
@@ -132,7 +131,6 @@ def read_body(
         wanted: indices of the entries to read, ascending; None for all entries, and the digest of
             the file.
         on_entry: called with the index of each verified entry.
-        reads: running reads of the same file and entries; closed at the end.
 
     Raises:
         DamageError: the digest of the named entry does not match.
@@ -156,9 +154,7 @@ def read_body(
 
     # The sink gets the last bytes of an entry before the digester completes it and calls `check`.
     digester = Digester([header.placed[index] for index in chosen], check)
-    if reads is None:
-        reads = ReadsAhead(shard, ring, timeout_s=timeout_s, wanted=wanted)
-    with reads:
+    with _ReadsAhead(shard, ring, timeout_s=timeout_s, wanted=wanted) as reads:
         for chunk, block in reads:
             try:
                 for begin in range(chunk.begin, chunk.end, PIECE_BYTES):
@@ -202,7 +198,7 @@ class _Chunk(NamedTuple):
     end: int
 
 
-class ReadsAhead:
+class _ReadsAhead:
     """Chunks of a body in order, read by threads ahead of the iterating caller.
 
     Use it in a ``with`` block: after that no read is in progress.
@@ -227,7 +223,7 @@ class ReadsAhead:
         self._left = deque(_chunks(body if wanted is None else _ranges(header, wanted)))
         self._under_way: deque[tuple[_Chunk, Block, Future[int]]] = deque()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Start reads, up to the maximum number of chunks."""
         while self._left and len(self._under_way) < _READ_AHEAD_CHUNKS:
             ring = self._ring
@@ -242,7 +238,7 @@ class ReadsAhead:
             future = ring.threads.submit(_read, self._file, block, chunk.end - chunk.at, offset)
             self._under_way.append((chunk, block, future))
 
-    def __enter__(self) -> ReadsAhead:
+    def __enter__(self) -> _ReadsAhead:
         return self
 
     def __exit__(
@@ -260,7 +256,7 @@ class ReadsAhead:
                 self._ring.give(block)
         self._under_way.clear()
 
-    def __iter__(self) -> ReadsAhead:
+    def __iter__(self) -> _ReadsAhead:
         return self
 
     def __next__(self) -> tuple[_Chunk, Block]:
@@ -270,7 +266,7 @@ class ReadsAhead:
             DamageError: the file ends before the chunk.
             DeadlineError: the transfer hangs.
         """
-        self.start()
+        self._start()
         if not self._under_way:
             raise StopIteration
         chunk, block, future = self._under_way[0]

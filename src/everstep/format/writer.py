@@ -57,6 +57,12 @@ class ChunkRing:
         self.threads = IoThreads(writers, "everstep-io")
         self.copied = IoThreads(min(writers, _COPIED_MAX), "everstep-write")
 
+    @property
+    def free_chunks(self) -> int:
+        """Number of chunks that can be taken now."""
+        with self._changed:
+            return len(self._free) + self._left
+
     def try_take(self) -> Block | None:
         """Return a free chunk, or None.
 

@@ -51,12 +51,15 @@ class BackgroundChannel:
         progress_timeout_s: seconds without progress after which work counts as hung. Time during
             which
             the whole process stood still does not count.
+
+    Attributes:
+        progress_timeout_s: as given.
     """
 
     def __init__(self, policy: FailurePolicy, clock: Clock, *, progress_timeout_s: float) -> None:
         self._policy = policy
         self._clock = clock
-        self._progress_timeout_s = progress_timeout_s
+        self.progress_timeout_s = progress_timeout_s
         self._lock = threading.Lock()
         self._errors: list[EverstepError] = []
         self._notices: list[EverstepError] = []
@@ -98,7 +101,7 @@ class BackgroundChannel:
         now_s = self._clock.running_s()
         with self._lock:
             return any(
-                now_s - work.last_progress_s > self._progress_timeout_s for work in self._under_way
+                now_s - work.last_progress_s > self.progress_timeout_s for work in self._under_way
             )
 
     def post(
@@ -243,7 +246,7 @@ class BackgroundChannel:
             for work in self._under_way:
                 # Reported once: the work may come back, and each check would repeat the error until
                 # then.
-                if now_s - work.last_progress_s > self._progress_timeout_s and not work.reported:
+                if now_s - work.last_progress_s > self.progress_timeout_s and not work.reported:
                     work.reported = True
                     self._errors.append(
                         DeadlineError(

@@ -261,7 +261,6 @@ class KeeperStats:
         written_bytes: bytes of bases written.
         linked_bytes: bytes of static entries in files that were linked instead of written.
         persist_s: seconds from the start of writing to the commit, summed over bases.
-        retain_s: seconds in retention, including read-backs.
         log_bytes: bytes of log segments written.
         log_batch_steps: steps of the next segment.
         cpu_s: processor time of the keeper process in seconds; 0 for a keeper thread.
@@ -274,7 +273,6 @@ class KeeperStats:
         peered_bytes: bytes of these bases.
         peers_passed_over: number of bases not sent, as newer ones came too fast.
         held: number of bases that live in memory and were complete there.
-        peered_steps: steps of the log sent to the memory of another node.
         peer_missed: steps of the log that will not be sent.
         durable_step: step of the newest durable base; None without one.
     """
@@ -284,7 +282,6 @@ class KeeperStats:
     written_bytes: int = 0
     linked_bytes: int = 0
     persist_s: float = 0.0
-    retain_s: float = 0.0
     log_bytes: int = 0
     log_batch_steps: int = 0
     cpu_s: float = 0.0
@@ -297,7 +294,6 @@ class KeeperStats:
     peered_bytes: int = 0
     peers_passed_over: int = 0
     held: int = 0
-    peered_steps: int = 0
     peer_missed: int = 0
     durable_step: int | None = None
 

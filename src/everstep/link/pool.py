@@ -150,6 +150,15 @@ class CapturePool:
             return self._allocator.used_bytes
 
     @property
+    def lent_bytes(self) -> int:
+        """Bytes of all blocks in use, without kept ones."""
+        with self._changed:
+            kept = [one for block in self._kept for one in (block, *block.others)]
+            return self._allocator.used_bytes - sum(
+                self._allocator.rounded_bytes(block.size_bytes) for block in kept
+            )
+
+    @property
     def touched_bytes(self) -> int:
         """Host memory that the arena has taken so far, in bytes."""
         return self._touched_to

@@ -143,11 +143,11 @@ def spawn_keeper(
         KeeperError: it could not be started; the message has the end of its log.
     """
     files = keeper_files(options.key)
-    command = [*(program or _program()), *options.arguments()]
-    log = _open_log(files)
+    command = [*(program or keeper_program()), *options.arguments()]
+    log = open_log(files)
     try:
         status = start_detached(
-            command, output=log.fd, environment=_environment(files), timeout_s=timeout_s
+            command, output=log.fd, environment=keeper_environment(files), timeout_s=timeout_s
         )
     except OSError as error:
         raise KeeperError(
@@ -164,7 +164,12 @@ def spawn_keeper(
         raise _no_keeper(files, f"the keeper could not be started: exit status {status}")
 
 
-def _program() -> list[str]:
+def keeper_program() -> list[str]:
+    """Return the command line of a keeper, without its options.
+
+    Raises:
+        KeeperError: Python does not know its own executable.
+    """
     if not sys.executable:
         raise KeeperError(
             "a keeper process cannot be started: this Python does not know its own executable",
@@ -175,7 +180,8 @@ def _program() -> list[str]:
     return [os.path.abspath(sys.executable), "-X", "faulthandler", "-m", "everstep.keeper"]
 
 
-def _environment(files: KeeperFiles) -> dict[str, str]:
+def keeper_environment(files: KeeperFiles) -> dict[str, str]:
+    """Return the environment of a keeper."""
     found = portable_environment()
     # As resolved here: the keeper starts in /, where a relative path would name another folder.
     found[RUNTIME_DIR_VARIABLE] = str(files.folder)
@@ -184,7 +190,7 @@ def _environment(files: KeeperFiles) -> dict[str, str]:
     return found
 
 
-def _open_log(files: KeeperFiles) -> LockedFile:
+def open_log(files: KeeperFiles) -> LockedFile:
     """Open the log with a shared lock; empty it unless another process may write to it."""
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     try:

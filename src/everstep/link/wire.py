@@ -386,9 +386,7 @@ class Connection:
         return KeeperError(f"the connection to {self._other} failed: {error.strerror or error}")
 
 
-def accept(
-    listener: socket.socket, timeout_s: float, *, send_timeout_s: float = SEND_TIMEOUT_S
-) -> Connection | None:
+def accept(listener: socket.socket, timeout_s: float) -> Connection | None:
     """Return the next connection of this user; None if there is none within ``timeout_s``.
 
     A connection of another user is closed.
@@ -407,7 +405,7 @@ def accept(
     if not is_own:
         stream.close()
         return None
-    return Connection(stream, other="the trainer", send_timeout_s=send_timeout_s)
+    return Connection(stream, other="the trainer")
 
 
 # --- Errors -----------------------------------------------------------------------------

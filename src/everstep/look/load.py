@@ -178,7 +178,7 @@ def load(
     """
     patterns = _Patterns.of(only, into, step, map_location)
     state = None if into is None else State(into, rng=False)
-    place = _Place.of(path)
+    place = Place.of(path)
     with _reading(place.run):
         present, rebuilt, notes = _build(place, step, patterns.takes_tensor)
         return _result(place, present, rebuilt, patterns, state, map_location, notes)
@@ -201,7 +201,7 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
             cannot be restored.
         OptionError, ForeignDirectoryError, StorageError
     """
-    place = _Place.of(path)
+    place = Place.of(path)
     with _reading(place.run):
         present, memory, problems = place.look()
         points = present.points(None)
@@ -333,7 +333,7 @@ class _Patterns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Location of a run or of copies of it.
 
     Attributes:
@@ -345,7 +345,7 @@ class _Place:
     source: str
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str] | TierOptions) -> _Place:
+    def of(cls, path: str | os.PathLike[str] | TierOptions) -> Place:
         """Open the location.
 
         Raises:
@@ -378,7 +378,7 @@ class _Place:
 
 
 def _build(
-    place: _Place, step: int | None, wanted: Callable[[str], bool]
+    place: Place, step: int | None, wanted: Callable[[str], bool]
 ) -> tuple[RunView, Rebuilt, list[str]]:
     """Build the state of a step, or the newest one.
 
@@ -414,7 +414,7 @@ def _build(
 
 
 def _nothing_error(
-    place: _Place, present: RunView, memory: Mapping[int, KeeperMemory]
+    place: Place, present: RunView, memory: Mapping[int, KeeperMemory]
 ) -> RecoveryError:
     message = "this run has no base yet" if present.is_there else "there is no run"
     if captured := next((one.pending for one in memory.values() if one.pending is not None), None):
@@ -473,7 +473,7 @@ def _reading(run: PurePath) -> Iterator[None]:
 
 
 def _result(
-    place: _Place,
+    place: Place,
     present: RunView,
     rebuilt: Rebuilt,
     patterns: _Patterns,

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,8 +38,6 @@ runs and the program is compiled: 23 to 30 ms of one core. A state that fits in 
 to nothing. Six updates of 3 million elements take 58 ms on complete tensors and 78 ms in blocks, of
 6 million about the same, of 12 million 320 and 215 ms (AdamW, AMD EPYC, torch 2.13)."""
 
-_FUSED_DEVICES = ("cuda",)  # where LogOptions(replay="fast") counts
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
@@ -49,14 +47,12 @@ class ReplayOptions:
         threads: Python threads that share the work on blocks, each with one of torch's.
         training_threads: number of torch's threads in training, which the bits of large
             half-precision tensors depend on; None: unknown.
-        fast: on a GPU, run torch's fused kernels whatever training ran; nothing is exact then.
         relaid: tensors whose memory layout differs from training's, by the parameter that they are
             or belong to.
     """
 
     threads: int = 1
     training_threads: int | None = None
-    fast: bool = False
     relaid: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -295,46 +291,10 @@ class Replayer:
         if self._options.training_threads is not None:
             torch.set_num_threads(self._options.training_threads)
         try:
-            if self._may_fuse(update):
-                self._step_fused(update)
-            else:
-                step_over(self.optimizer, self._parameters, update)
+            step_over(self.optimizer, self._parameters, update)
         finally:
             torch.set_num_threads(before)
         self._keep_in_place()
-
-    def _may_fuse(self, update: Update) -> bool:
-        """Return True if torch's fused kernels may replace those of training, which they can once
-        the optimizer has its state."""
-        if not self._options.fast or self._kind not in KINDS:
-            return False
-        concerned = [self._parameters[name] for name in update.gradients]
-        devices = {parameter.device.type for parameter in concerned}
-        return devices <= set(_FUSED_DEVICES) and all(map(self.optimizer.state.get, concerned))
-
-    def _step_fused(self, update: Update) -> None:
-        if self.exact.exact and not all(options.get("fused") for options in update.groups):
-            why = 'replayed by torch\'s fused kernels, as LogOptions(replay="fast") allows'
-            self.exact = Exactness(False, why)
-        # Fused kernels count steps on the device, the others on the host.
-        counted = [
-            (self.optimizer.state[parameter], step, parameter.device)
-            for parameter in self._parameters.values()
-            if (step := self.optimizer.state.get(parameter, {}).get("step")) is not None
-        ]
-        for values, step, device in counted:
-            values["step"] = step.to(device)
-        # torch refuses foreach and fused together.
-        groups = tuple({**one, "foreach": False, "fused": True} for one in update.groups)
-        try:
-            step_over(self.optimizer, self._parameters, replace(update, groups=groups))
-        finally:
-            for values, step, _ in counted:
-                # The counter on the host takes the new value and is put back: other kernels expect
-                # it there.
-                step.copy_(values["step"])
-                values["step"] = step
-            set_options(self.optimizer, update.groups)
 
     def _keep_in_place(self) -> None:
         """Copy the values of state tensors that the optimizer replaced into the caller's

@@ -15,7 +15,6 @@ multiplies matrices; they are replayed on complete tensors only.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,10 +203,10 @@ def thread_dependence(options: Mapping[str, Any], parameters: Iterable[torch.Ten
     """Return why the bits of an update depend on the number of torch's threads, or None.
 
     torch gives each thread a range of a large CPU tensor. The last elements of a range go through
-    scalar code, which rounds bf16 and fp16 differently from vector code. For wider types the two
-    agree, except for the sign of a zero that ``lerp`` makes of a negative one when all of its
-    weight is at the other end (Adam with ``beta1 = 0``). Fused kernels share work in complete
-    vectors.
+    scalar code, which rounds bf16 and fp16 differently from vector code, and gives complex zeros
+    other signs. For real wider types the two agree, except for the sign of a zero that ``lerp``
+    makes of a negative one when all of its weight is at the other end (Adam with ``beta1 = 0``,
+    centered RMSprop with ``alpha = 0``). Fused kernels share work in complete vectors.
 
     Args:
         options: hyperparameters of a parameter group.
@@ -217,17 +216,19 @@ def thread_dependence(options: Mapping[str, Any], parameters: Iterable[torch.Ten
         return None
     for parameter in parameters:
         large = parameter.device.type == "cpu" and parameter.numel() > _SERIAL_ELEMENTS
-        if large and parameter.dtype in HALVES:
+        if large and (parameter.dtype in HALVES or parameter.dtype.is_complex):
             dtype = str(parameter.dtype).removeprefix("torch.")
             return f"{dtype} on the CPU: torch's rounding depends on its number of threads"
         if large and _forgets_at_once(options):
-            return "beta1 is 0: the sign of zeros depends on torch's number of threads"
+            return "no average is kept: the sign of zeros depends on torch's number of threads"
     return None
 
 
 def _forgets_at_once(options: Mapping[str, Any]) -> bool:
-    betas = options.get("betas")
-    return betas is not None and float(betas[0]) == 0.0
+    kept = options.get("betas", (1.0,))[0]
+    if options.get("centered"):
+        kept = options["alpha"]
+    return float(kept) == 0.0
 
 
 # --- Refusals ------------------------------------------------------------
@@ -303,14 +304,12 @@ def options_refusal(
             "a fused kernel over a parameter with gaps between its elements in memory changes "
             "what lies there; use fused=False, or a contiguous parameter"
         )
-    if kind is torch.optim.SGD and options.get("fused") and options.get("momentum"):
-        halves = [p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in HALVES]
-        if any(_fused_sgd_reads_astray(dtype) for dtype in set(halves)):
-            return (
-                "fused SGD with momentum in half precision on the CPU: this torch "
-                f"({torch.__version__}) computes it wrongly, from memory of other tensors "
-                "(pytorch #191763); use fused=False"
-            )
+    halves = any(p.device.type == "cpu" and p.dtype in HALVES for p in parameters)
+    if kind is torch.optim.SGD and options.get("fused") and options.get("momentum") and halves:
+        return (
+            "fused SGD with momentum in half precision on the CPU: torch 2.13 computes it wrongly, "
+            "from memory of other tensors (pytorch #191763); use fused=False"
+        )
     return None
 
 
@@ -321,36 +320,6 @@ def tensor_refusal(parameter: torch.Tensor) -> str | None:
     if parameter.layout != torch.strided:
         return f"{parameter.layout} parameters are not supported"
     return None
-
-
-@functools.cache
-def _fused_sgd_reads_astray(dtype: torch.dtype) -> bool:
-    """Return True if the memory after a tensor influences its update.
-
-    Found in torch 2.13, whose kernel reads the half-precision momentum as fp32 numbers.
-    """
-    results = []
-    # Both runs have equal inputs and differ only in the memory after the momentum.
-    for neighbour in (0.0, 1.0):
-        ones = torch.ones(64, dtype=dtype, device="cpu")
-        memory = torch.cat([ones, torch.full_like(ones, neighbour)])
-        momentum = memory.clone()
-        gradient = ones.clone()
-        parameter = ones.clone()
-        torch._fused_sgd_(
-            [parameter],
-            [gradient],
-            [momentum[:64]],
-            weight_decay=0.0,
-            momentum=0.5,
-            lr=0.5,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
-        results.append(torch.cat([parameter, momentum[:64]]).view(torch.uint8))
-    return not torch.equal(*results)
 
 
 def _is_torchs(kind: Kind) -> bool:

@@ -222,7 +222,7 @@ class LogReader:
         If a record cannot be read, an error is yielded in place of the mark, and the generator
         ends. To be used by one thread at a time, and closed if not exhausted.
 
-        Nothing is verified. Records on disk are read ahead (:class:`.log_reads.ReadBudget`). Their
+        Nothing is verified. Records on disk are read ahead (:class:`.LogReads`). Their
         memory is reused once nothing refers to it, so a caller that keeps records keeps their
         memory.
 
@@ -238,7 +238,7 @@ class LogReader:
                 try:
                     numbers = range(lsn + 1, mark.lsn + 1)
                     updates = [self._update(timeline, number) for number in numbers]
-                    last = self._record("mark", timeline, step)
+                    last = self.record("mark", timeline, step)
                 except EverstepError as error:
                     yield [], error
                     return
@@ -255,7 +255,7 @@ class LogReader:
             EverstepError: a record cannot be read, or is damaged in every place.
         """
         numbers = sorted(set(self.found.index.of_step.get((timeline, step), ())))
-        found = [self._record("update", timeline, number) for number in numbers]
+        found = [self.record("update", timeline, number) for number in numbers]
         return [self.verified(record) for record in found]
 
     def step_of(self, timeline: int, step: int) -> list[LogRecord]:
@@ -265,7 +265,7 @@ class LogReader:
             EverstepError: a record cannot be read.
         """
         updates = self.records_of(timeline, step)
-        return [*updates, self.verified(self._record("mark", timeline, step))]
+        return [*updates, self.verified(self.record("mark", timeline, step))]
 
     def verified(self, record: LogRecord) -> LogRecord:
         """Return the record if it is intact, or else an intact one from another place.
@@ -303,11 +303,12 @@ class LogReader:
         return LogReads(self._filesystem, self._ring, self._timeout_s, expected, self._read_from)
 
     def _update(self, timeline: int, number: int) -> LogRecord:
-        record = self._record("update", timeline, number)
+        record = self.record("update", timeline, number)
         parts = self.parts.get((timeline, number))
         return record if parts is None else replace(record, parts=parts)
 
-    def _record(self, kind: str, timeline: int, number: int) -> LogRecord:
+    def record(self, kind: str, timeline: int, number: int) -> LogRecord:
+        """Return a record as it was found, before it is verified."""
         found = self.found.nearest((kind, timeline, number))
         if isinstance(found, LogRecord):
             return found

@@ -109,11 +109,12 @@ def _raise(name: str) -> None:
 _ACTIONS: dict[str, Callable[[str], None]] = {"kill": _kill, "raise": _raise}
 
 
-def _arm_from_environment(text: str) -> None:
+def arm_from_environment(text: str) -> None:
+    """Arm the failpoints that the value of ``EVERSTEP_FAILPOINTS`` lists."""
     for part in filter(None, (piece.strip() for piece in text.split(";"))):
         name, _, rest = part.partition("=")
         action, _, hit = rest.partition(":")
         arm(name.strip(), action.strip(), int(hit) if hit else 1)
 
 
-_arm_from_environment(os.environ.get("EVERSTEP_FAILPOINTS", ""))
+arm_from_environment(os.environ.get("EVERSTEP_FAILPOINTS", ""))

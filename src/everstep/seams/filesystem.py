@@ -22,9 +22,11 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from everstep.seams.clock import RunningTime
+
+_Storage = TypeVar("_Storage")
 
 DIRECT_ALIGNMENT_BYTES = 4096
 """Offsets, lengths and addresses that are multiples of this may bypass the page cache."""
@@ -217,18 +219,19 @@ def wait_while_active(
     return True
 
 
-def observed(filesystem: FileSystem, moved: Callable[[], None]) -> FileSystem:
-    """Return a file system that forwards all operations and reports each that has returned.
+def observed(storage: _Storage, moved: Callable[[], None]) -> _Storage:
+    """Return a file system, a tier or a file that forwards all operations and reports each that has
+    returned; also those of files that it opens.
 
     Args:
-        filesystem: performs the operations.
+        storage: performs the operations.
         moved: called after each operation, in the thread that called it.
     """
-    return cast("FileSystem", _Observed(filesystem, moved))
+    return cast("_Storage", _Observed(storage, moved))
 
 
 class _Observed:
-    """A file system, or a file that it has opened."""
+    """A file system or a tier, or a file that it has opened."""
 
     def __init__(self, inner: Any, moved: Callable[[], None]) -> None:
         self._inner = inner
@@ -245,7 +248,8 @@ class _Observed:
             # A failed operation has returned as well.
             finally:
                 self._moved()
-            opened = name in _OPENING and found is not None
+            # A tier's create() returns no file.
+            opened = name in _OPENING and hasattr(found, "close")
             return _Observed(found, self._moved) if opened else found
 
         return observed_operation

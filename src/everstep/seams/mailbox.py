@@ -75,7 +75,7 @@ class NoMailbox:
 _LENGTH_BYTES = 4
 _MESSAGE_BYTES_MAX = 64 << 20
 _PIECE_BYTES = 1 << 18
-_KEPT_MAX = 1024  # queued messages for a rank that cannot be reached
+KEPT_MAX = 1024  # queued messages for a rank that cannot be reached
 _TRY_AGAIN_S = 0.25
 _CONNECT_S = 5.0
 _LOOK_AGAIN_S = 0.02
@@ -168,11 +168,16 @@ class TcpMailbox:
             out = self._out[rank]
             out.waiting.append(_frame(message))
             # The oldest first: users repeat messages that are not answered.
-            while len(out.waiting) > _KEPT_MAX:
+            while len(out.waiting) > KEPT_MAX:
                 out.waiting.popleft()
         # The pipe may be full, which wakes the thread as well, or closed.
         with contextlib.suppress(OSError):
             self._wakes.send(b"x")
+
+    def backlog(self, rank: int) -> int:
+        """Return the number of queued messages for a rank."""
+        with self._lock:
+            return len(self._out[rank].waiting)
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next message, or None if none arrives within ``timeout_s``."""

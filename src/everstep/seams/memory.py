@@ -56,10 +56,10 @@ _F_SEAL_SEAL = 1
 _F_SEAL_SHRINK = 2
 _F_SEAL_GROW = 4
 _SEALS = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
-_MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
-_MADV_DONTDUMP = 16
-_MADV_POPULATE_WRITE = 23
+MADV_DONTFORK = 10
+MADV_HUGEPAGE = 14
+MADV_DONTDUMP = 16
+MADV_POPULATE_WRITE = 23
 _MAP_FIXED = 0x10
 _MAP_FIXED_NOREPLACE = 0x100000
 _MAP_NORESERVE = 0x4000 if _LINUX else 0
@@ -97,7 +97,7 @@ def take_pages(address: int, size_bytes: int) -> None:
         size_bytes: length of the range.
     """
     with contextlib.suppress(OSError):
-        _madvise(address, size_bytes, _MADV_POPULATE_WRITE)
+        madvise(address, size_bytes, MADV_POPULATE_WRITE)
 
 
 def sealed_bytes(fd: int) -> int | None:
@@ -237,7 +237,7 @@ class SharedMemory:
         for at in range(start, end, _SLICE_BYTES):
             length = min(_SLICE_BYTES, end - at)
             try:
-                _madvise(self.address + at, length, _MADV_POPULATE_WRITE)
+                madvise(self.address + at, length, MADV_POPULATE_WRITE)
             except OSError as error:
                 if error.errno not in _NOT_KNOWN:  # before Linux 5.14, or not Linux
                     raise
@@ -261,7 +261,8 @@ class SharedMemory:
 
 
 @functools.cache
-def _libc() -> Any:
+def c_library() -> Any:
+    """Return the C library."""
     # CDLL, not PyDLL: its functions release the interpreter lock.
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -292,30 +293,35 @@ def _check_fits(size_bytes: int) -> None:
 
 
 def _memfd_create(name: str) -> int:
-    if not _LINUX or not hasattr(_libc(), "memfd_create"):
+    if not _LINUX or not hasattr(c_library(), "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
     # Some machines require non-executable memfds (vm.memfd_noexec); before Linux 6.3 the flag is
     # unknown and refused with EINVAL.
-    fd: int = _libc().memfd_create(name.encode(), flags | _MFD_NOEXEC_SEAL)
+    fd: int = c_library().memfd_create(name.encode(), flags | _MFD_NOEXEC_SEAL)
     if fd < 0 and ctypes.get_errno() == errno.EINVAL:
-        fd = _libc().memfd_create(name.encode(), flags)
+        fd = c_library().memfd_create(name.encode(), flags)
     if fd < 0:
         raise _failed()
     return fd
 
 
 def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:
-    got: int | None = _libc().mmap(address, size_bytes, protection, flags, fd, 0)
+    got: int | None = c_library().mmap(address, size_bytes, protection, flags, fd, 0)
     if got is None or got == ctypes.c_void_p(-1).value:
         raise _failed()
     return got
 
 
-def _madvise(address: int, size_bytes: int, advice: int) -> None:
+def madvise(address: int, size_bytes: int, advice: int) -> None:
+    """Give advice about the pages of a range.
+
+    Raises:
+        OSError: it was not taken.
+    """
     if not _LINUX:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    while _libc().madvise(address, size_bytes, advice) != 0:
+    while c_library().madvise(address, size_bytes, advice) != 0:
         error = _failed()
         if error.errno != errno.EINTR:
             raise error
@@ -346,14 +352,19 @@ _lock = threading.RLock()
 _mappings: dict[int, _Held] = {}
 
 
+def mappings() -> set[int]:
+    """Return the addresses of all mappings that exist."""
+    return set(_mappings)
+
+
 def _map(size_bytes: int, fd: int) -> _Held:
     flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
-    for advice in (_MADV_HUGEPAGE, _MADV_DONTDUMP):
+    for advice in (MADV_HUGEPAGE, MADV_DONTDUMP):
         with contextlib.suppress(OSError):  # built without huge pages, or not Linux
-            _madvise(address, size_bytes, advice)
+            madvise(address, size_bytes, advice)
     try:
-        _madvise(address, size_bytes, _MADV_DONTFORK)
+        madvise(address, size_bytes, MADV_DONTFORK)
         inherited = False
     except OSError:
         inherited = True
@@ -368,7 +379,7 @@ def _release(held: _Held) -> None:
             return
         del _mappings[held.address]
         _close_fd(held)
-        _libc().munmap(held.address, held.size_bytes)
+        c_library().munmap(held.address, held.size_bytes)
 
 
 def _close_fd(held: _Held) -> None:
@@ -403,7 +414,7 @@ def _fence(held: _Held) -> None:
         got = _mmap(held.address, held.size_bytes, _PROT_NONE, flags, -1)
         # Before Linux 4.17 the address is only a hint.
         if got != held.address:
-            _libc().munmap(got, held.size_bytes)
+            c_library().munmap(got, held.size_bytes)
 
 
 if hasattr(os, "register_at_fork"):

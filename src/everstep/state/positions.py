@@ -167,6 +167,11 @@ class LoaderPositions:
         self._loading = False
 
     @property
+    def is_open(self) -> bool:
+        """True while a holder keeps it open."""
+        return self._holders > 0
+
+    @property
     def restoring(self) -> bool:
         """True if a position that is loaded now is the one where training continues."""
         return self._loading or self._resumed() is not None
@@ -204,7 +209,7 @@ class LoaderPositions:
     def close(self) -> None:
         """Undo one :meth:`open`; the last one restores the classes."""
         self._holders -= 1
-        if self._holders <= 0:
+        if not self.is_open:
             for owner, methods in self._classes.items():
                 for name, method in methods.items():
                     setattr(owner, name, method)

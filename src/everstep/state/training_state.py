@@ -60,6 +60,99 @@ NOT_IN_STATE = "in the checkpoint, not in the state"
 _log = logging.getLogger("everstep")
 
 
+class _FixedObjects:
+    """Objects of a state dict, which must stay the same; its plain values may change.
+
+    Args:
+        values: the state dict.
+        providers: provider of each of its values.
+    """
+
+    def __init__(self, values: Mapping[str, Any], providers: Mapping[str, Provider]) -> None:
+        self._values = values
+        self._keys = frozenset(values)
+        self._objects = {
+            key: value
+            for key, value in values.items()
+            if not isinstance(providers[key], PlainProvider)
+        }
+
+    def check(self) -> None:
+        """Check that the dict has the same keys and objects.
+
+        Raises:
+            StateError: it does not.
+        """
+        values = self._values
+        objects = self._objects
+        if values.keys() == self._keys and all(
+            map(is_, map(values.get, objects), objects.values())
+        ):
+            return
+        changed = sorted(self._keys.symmetric_difference(values))
+        changed += [k for k, v in objects.items() if values.get(k) is not v]
+        raise StateError(
+            f"the state dict has changed since the Checkpointer was made: {', '.join(changed)}",
+            hint="close it and make a new one for the new state",
+        )
+
+
+class _Surveyor:
+    """Survey of all sections of a state, and the entries of the last one.
+
+    Args:
+        providers: provider of each section.
+        names: names of parameters, by which optimizers list them.
+        rules: the user's rules on ownership.
+        objects: objects of the state dict, which must stay the same.
+
+    Attributes:
+        entries: entries of the last survey; another object once they change.
+        tensors: its tensors.
+    """
+
+    def __init__(
+        self,
+        providers: Mapping[str, Provider],
+        names: ParameterNames,
+        rules: OwnershipRules,
+        objects: _FixedObjects,
+    ) -> None:
+        self._providers = providers
+        # Modules first: their guards prove the names.
+        self._order = sorted(providers, key=lambda k: not isinstance(providers[k], ModuleProvider))
+        self._names = names
+        self._builder = SurveyBuilder(rules)
+        self._objects = objects
+        self.entries: tuple[Entry, ...] = ()
+        self.tensors: Mapping[str, torch.Tensor] = {}
+
+    def survey(self, coverage: Coverage, *, asks_gradients: bool) -> Survey:
+        """Survey all entries that this rank holds.
+
+        Args:
+            coverage: takes the result.
+            asks_gradients: it is safe to look for parameters with a gradient now.
+        """
+        self._objects.check()
+        self._names.asks_gradients = asks_gradients
+        found: dict[str, SectionContents] = {}
+        leaves: dict[str, tuple[tuple[str, str], ...]] = {}
+        for section in self._order:
+            try:
+                found[section] = self._providers[section].look()
+            except UnsupportedStateError as error:
+                leaves[section] = error.leaves
+        if leaves:  # list the leaves of all sections in one error
+            raise unsupported([leaf for key in self._providers for leaf in leaves.get(key, ())])
+        survey = self._builder.survey({section: found[section] for section in self._providers})
+        holdings = tuple(part.holding for part in found.values() if part.holding is not None)
+        coverage.update(survey, holdings)
+        self.entries = survey.shape.entries
+        self.tensors = survey.tensors
+        return survey
+
+
 class State:
     """The user's state dict, with a provider for each value, and the process's random generators.
 
@@ -88,8 +181,7 @@ class State:
         coverage: data of the training that the state does not cover.
         replaying: replay is running one of the functions.
         ranks: as given.
-        replays_fast: replay may use kernels whose last bits differ from those of training.
-        layout: entries of the last survey; another object once they change.
+        values: as given.
         trains_in: thread that has ended the last step; None: there was none.
         said: warnings about the data since the last resume.
         buckets: the order in which DDP sums gradients.
@@ -111,21 +203,18 @@ class State:
         # Before the providers, which follow iterators that exist already: that needs completed
         # classes.
         self._follow(values.values())
-        self.replays_fast = False
         self.trains_in: int | None = None
-        self.layout: tuple[Entry, ...] = ()
-        self._tensors: Mapping[str, torch.Tensor] = {}  # of the last survey
         self.said: set[str] = set()
         modules: dict[str, ModuleProvider] = {}
-        self._names = ParameterNames(modules)
-        self._values = values
+        names = ParameterNames(modules)
+        self.values: Mapping[str, Any] = values
         self._places = Occurrences()
         self.optimizers: dict[str, Optimizer] = {}
         self.providers: dict[str, Provider] = {}
         for key, value in values.items():
             if isinstance(value, Optimizer):
                 self.optimizers[key] = unwrap_optimizer(value)
-            provider = self._provider_of(key, value)
+            provider = self._provider_of(key, values, names)
             if isinstance(provider, ModuleProvider):
                 modules[key] = provider
             self.providers[key] = provider
@@ -133,21 +222,14 @@ class State:
             # During replay a rank does not have the parameters that other ranks update yet, so a
             # function would read old values.
             self.ownership_rules = rules = replace(rules, replays=False)
-        self._keys = frozenset(self.providers)
+        objects = _FixedObjects(values, self.providers)
         self.buckets = DDPBuckets(self.providers)
         if rng and self.buckets.are_saved:
             self.providers[BUCKETS_SECTION] = self.buckets
         if rng:
             self.providers[RNG_SECTION] = RngProvider()
-        self._objects = {
-            key: value
-            for key, value in values.items()
-            if not isinstance(self.providers[key], PlainProvider)
-        }
         self.coverage = Coverage(self.providers, self.optimizers, self.buckets, self._held)
-        # Modules first: their guards prove the names by which optimizers list their parameters.
-        self._inspection_order = [*modules, *(key for key in self.providers if key not in modules)]
-        self._survey_builder = SurveyBuilder(rules)
+        self._surveyor = _Surveyor(self.providers, names, rules, objects)
         self._share = RankShare(ranks, self.providers)
         # Survey once now: leaves that cannot be stored are refused here, not at the first save.
         survey = self._survey()
@@ -156,14 +238,17 @@ class State:
         rules.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
         self.coverage.check(survey)
 
-    def _provider_of(self, key: str, value: object) -> Provider:
+    def _provider_of(
+        self, key: str, values: MutableMapping[str, Any], names: ParameterNames
+    ) -> Provider:
         """Create the provider of one value of the state dict."""
+        value = values[key]
         if isinstance(value, nn.Module):
             return ModuleProvider(key, value)
         if isinstance(value, Optimizer):
             optimizer = self.optimizers[key]
             kind = ZeroProvider if is_zero(optimizer) else OptimizerProvider
-            return kind(key, optimizer, self._names)
+            return kind(key, optimizer, names)
         if isinstance(value, Stateful) and not isinstance(value, type):
             kind_of = LoaderProvider if LoaderProvider.takes(value) else StatefulProvider
             return kind_of(key, value)
@@ -174,7 +259,7 @@ class State:
                 "that copy, and resume() could not restore its owner",
                 hint=f'put the object itself into the state: {{"{name}": {name}}}',
             )
-        return PlainProvider(key, self._values, self._held, lambda: self._places)
+        return PlainProvider(key, values, self._held, lambda: self._places)
 
     def _follow(self, values: Iterable[object]) -> None:
         """Complete the positions of loaders as long as this state is in use."""
@@ -256,12 +341,13 @@ class State:
         """Yield name and tensor of all memory that training may write to: current parameters of
         modules, wherever they have been moved, and all entries of the last survey."""
         yield from named_parameters(self.providers)
-        yield from ((name, one) for name, one in self._tensors.items() if not is_reserved(name))
+        tensors = self._surveyor.tensors.items()
+        yield from ((name, one) for name, one in tensors if not is_reserved(name))
 
     @property
-    def values(self) -> Mapping[str, Any]:
-        """The user's state dict."""
-        return self._values
+    def layout(self) -> tuple[Entry, ...]:
+        """Entries of the last survey; another object once they change."""
+        return self._surveyor.entries
 
     def survey(self) -> Survey:
         """Survey the current state: live tensors, their descriptions, and copies of objects. Of
@@ -281,40 +367,8 @@ class State:
 
     def _survey(self) -> Survey:
         """Survey all entries that this rank holds."""
-        self._names.asks_gradients = self.trains_in in (None, threading.get_ident())
-        self._check_unchanged()
-        found: dict[str, SectionContents] = {}
-        leaves: dict[str, tuple[tuple[str, str], ...]] = {}
-        for section in self._inspection_order:
-            try:
-                found[section] = self.providers[section].look()
-            except UnsupportedStateError as error:
-                leaves[section] = error.leaves
-        if leaves:  # list the leaves of all sections in one error
-            raise unsupported([leaf for key in self.providers for leaf in leaves.get(key, ())])
-        survey = self._survey_builder.survey(
-            {section: found[section] for section in self.providers}
-        )
-        holdings = tuple(part.holding for part in found.values() if part.holding is not None)
-        self.coverage.update(survey, holdings)
-        self.layout = survey.shape.entries
-        self._tensors = survey.tensors
-        return survey
-
-    def _check_unchanged(self) -> None:
-        """Check that the dict has the same keys and objects; plain values may change."""
-        values = self._values
-        objects = self._objects
-        if values.keys() == self._keys and all(
-            map(is_, map(values.get, objects), objects.values())
-        ):
-            return
-        changed = sorted(self._keys.symmetric_difference(values))
-        changed += [k for k, v in objects.items() if values.get(k) is not v]
-        raise StateError(
-            f"the state dict has changed since the Checkpointer was made: {', '.join(changed)}",
-            hint="close it and make a new one for the new state",
-        )
+        asks_gradients = self.trains_in in (None, threading.get_ident())
+        return self._surveyor.survey(self.coverage, asks_gradients=asks_gradients)
 
     def has_known_parameters(self, optimizer: str | None) -> bool:
         """Return True if an optimizer provably has the parameters of the last survey.

@@ -27,7 +27,7 @@ class EmulatedLink(CpuLane):
         bytes_per_s: bandwidth of the link.
     """
 
-    _in_runs = False
+    in_runs = False
 
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__()
@@ -49,15 +49,15 @@ class EmulatedLink(CpuLane):
                 self._marks -= 1
                 self._lock.notify_all()
 
-    def _now(self) -> float:
+    def now_s(self) -> float:
         return time.monotonic()
 
-    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
+    def copy_batch(self, batch: Batch, block: torch.Tensor) -> None:
         with self._lock:
             # A mark blocks training: submitted copies wait until it is done.
             self._lock.wait_for(lambda: not self._marks)
             end_s = self._busy_until(batch, self._issued_s)
-        super()._copy(batch, block)
+        super().copy_batch(batch, block)
         _sleep_until(end_s)
 
     def _busy_until(self, batch: Batch, issued_s: float) -> float:

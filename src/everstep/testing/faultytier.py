@@ -59,7 +59,7 @@ _ON = {
     "duplicate": ("put", "create", "delete"),
     "late_duplicate": ("put", "create"),
     "truncated": ("read",),
-    "stale_list": ("scan", "walk"),
+    "stale_list": ("scan",),
 }
 _LASTING = 16  # operations in which credentials expire twice at most
 
@@ -102,7 +102,7 @@ class FaultyTier:
         self._lock = threading.RLock()
         self._expired = False
         self._late: list[tuple[str, str, bytes]] = []
-        self._listed: dict[tuple[str, str], list[Item]] = {}
+        self._listed: dict[str, list[Item]] = {}
         self.log: list[str] = []
 
     @classmethod
@@ -163,17 +163,10 @@ class FaultyTier:
             return _FaultyFile(self, name, self._inner.open(name))
 
     def scan(self, prefix: str = "") -> list[Item]:
-        return self._list("scan", prefix)
-
-    def walk(self, prefix: str = "") -> list[Item]:
-        return self._list("walk", prefix)
-
-    def _list(self, op: Literal["scan", "walk"], prefix: str) -> list[Item]:
-        with self._operation(op, prefix) as kind:
+        with self._operation("scan", prefix) as kind:
             if kind != "stale_list":
-                found = self._inner.scan(prefix) if op == "scan" else self._inner.walk(prefix)
-                self._listed[op, prefix] = found
-            return self._listed.get((op, prefix), [])
+                self._listed[prefix] = self._inner.scan(prefix)
+            return self._listed.get(prefix, [])
 
     def delete(self, name: str) -> None:
         with self._operation("delete", name) as kind:

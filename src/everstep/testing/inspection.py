@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from everstep.format.header import ShardIdentity
     from everstep.link.save import Save
     from everstep.trainer.attach.keeper import Keeper
+    from everstep.trainer.base.saver import PendingCapture
     from everstep.trainer.log.recorder import Recorder
     from everstep.trainer.multistep.driver import MultistepDriver
     from everstep.trainer.session.components import Components
@@ -71,6 +72,16 @@ class Inspection:
         """Keeper in service."""
         assert self._session.keeper is not None
         return self._session.keeper
+
+    @property
+    def pending(self) -> list[PendingCapture]:
+        """Captures whose copies may be in progress, in order."""
+        return list(self._session.parts.saver._pending)
+
+    @property
+    def captured(self) -> int:
+        """Number of captures begun by this process."""
+        return self._session.parts.saver._captures
 
     def part(self, kind: type[_Part]) -> _Part:
         """Return the participant of a class."""

@@ -126,10 +126,6 @@ class Tier(Protocol):
         """
         ...
 
-    def walk(self, prefix: str = "") -> list[Item]:
-        """Return all objects under ``prefix`` at any depth, sorted by name."""
-        ...
-
     def delete(self, name: str) -> None:
         """Delete an object if it exists."""
         ...

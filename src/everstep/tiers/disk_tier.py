@@ -105,12 +105,6 @@ class DiskTier:
                 if entry.kind in ("file", "dir")
             )
 
-    def walk(self, prefix: str = "") -> list[Item]:
-        found = []
-        for item in self.scan(prefix):
-            found += [item] if item.size_bytes is not None else self.walk(item.name)
-        return sorted(found)
-
     def delete(self, name: str) -> None:
         path = self._path(name)
         with storage_errors(f"delete {name}", path):

@@ -16,11 +16,14 @@ class MemoryFile:
 
     Args:
         parts: its bytes, as consecutive slices.
+
+    Attributes:
+        parts: those that are not empty.
     """
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._parts = [part for part in parts if part.nbytes]
-        self._size_bytes = sum(part.nbytes for part in self._parts)
+        self.parts = [part for part in parts if part.nbytes]
+        self._size_bytes = sum(part.nbytes for part in self.parts)
 
     @property
     def size_bytes(self) -> int:
@@ -28,7 +31,7 @@ class MemoryFile:
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         first = done = 0
-        for part in self._parts:
+        for part in self.parts:
             # `first` is the offset of the part in the file, `start` the offset in the part of the
             # next byte to copy. A part before `offset` yields a `start` past its end.
             start = max(offset + done - first, 0)
@@ -78,23 +81,19 @@ class MemoryTier:
             return MemoryFile([memoryview(self._objects[name][0])])
 
     def scan(self, prefix: str = "") -> list[Item]:
-        found = {}
-        for item in self.walk(prefix):
-            rest = item.name[len(prefix) + 1 if prefix else 0 :]
-            name = item.name[: len(item.name) - len(rest)] + rest.split("/")[0]
-            found[name] = item if name == item.name else Item(name, None)
-        return sorted(found.values())
-
-    def walk(self, prefix: str = "") -> list[Item]:
         if prefix:
             check_name(prefix)
         under = f"{prefix}/" if prefix else ""
+        found = {}
         with self._lock:
-            return sorted(
-                Item(name, len(data), modified_s)
-                for name, (data, modified_s) in self._objects.items()
-                if name.startswith(under)
-            )
+            for name, (data, modified_s) in self._objects.items():
+                if name.startswith(under):
+                    child = under + name.removeprefix(under).split("/")[0]
+                    is_object = child == name
+                    found[child] = (
+                        Item(name, len(data), modified_s) if is_object else Item(child, None)
+                    )
+        return sorted(found.values())
 
     def delete(self, name: str) -> None:
         check_name(name)

@@ -262,14 +262,6 @@ class ObjectTier:
         folders = [Item(str(name), None) for name in found["common_prefixes"]]
         return _below(prefix, folders + [_item(meta) for meta in found["objects"]])
 
-    def walk(self, prefix: str = "") -> list[Item]:
-        if prefix:
-            check_name(prefix)
-        found = self._call(
-            "list", prefix, lambda: self._obstore.list(self._here(), prefix or None).collect()
-        )
-        return _below(prefix, [_item(meta) for meta in found])
-
     def delete(self, name: str) -> None:
         check_name(name)
         with contextlib.suppress(FileNotFoundError):

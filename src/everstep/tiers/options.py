@@ -26,8 +26,6 @@ Approximate: eight bits per element of small tensors, the largest elements of la
 """
 
 _YEAR_S = 366 * 86_400.0
-_LOG_OBJECTS_MIN = 4
-"""Minimum objects per hour and rank with a log: one segment, and the files of a base."""
 
 
 def _check_log(kind: str, log: object, ratio: object, int8_below: object) -> None:
@@ -48,12 +46,10 @@ class TierOptions:
         where: ``"s3://bucket/prefix"``, or the absolute path of a directory on another disk.
         every_s: minimum seconds between two copies; the newest base is copied.
         keep: number of copies to keep; None: as many as bases.
-        objects_per_hour: limit of objects written there by all ranks together; each rank has an
-            equal share. Copies wait for it.
         log: form of log copies, made in the background: ``"none"``, ``"whole"`` (exact), or
             ``"adaptive"``: approximate gradients with a hundredth of the bytes. A run that resumes
             from these is not exact, and reports it.
-        log_steps: steps per segment; more if the limit of objects requires it (TierCheck uses 5).
+        log_steps: minimum steps per segment (TierCheck uses 5).
         log_ratio: for ``log="adaptive"``: fraction of a large gradient's elements that is kept.
         log_int8_below: gradients with fewer elements than this are small (TierCheck: 100,000).
     """
@@ -61,7 +57,6 @@ class TierOptions:
     where: str
     every_s: float = 0.0
     keep: int | None = None
-    objects_per_hour: int | None = None
     log: str = "none"
     log_steps: int = 5
     log_ratio: float = 0.01
@@ -74,34 +69,11 @@ class TierOptions:
             raise OptionError(f"a tier must be a URL or a directory, not {self.where!r}")
         if not is_number(self.every_s) or not 0 <= self.every_s <= _YEAR_S:
             raise OptionError(f"TierOptions.every_s must be seconds, not {self.every_s!r}")
-        for name in ("keep", "objects_per_hour"):
-            value = getattr(self, name)
-            if value is not None and (not is_int(value) or value < 1):
-                raise OptionError(f"TierOptions.{name} must be at least 1, not {value!r}")
+        if self.keep is not None and (not is_int(self.keep) or self.keep < 1):
+            raise OptionError(f"TierOptions.keep must be at least 1, not {self.keep!r}")
         _check_log("TierOptions", self.log, self.log_ratio, self.log_int8_below)
         if not is_int(self.log_steps) or self.log_steps < 1:
             raise OptionError(f"TierOptions.log_steps must be at least 1, not {self.log_steps!r}")
-        self._check_cap(1)
-
-    def of_rank(self, world: int) -> TierOptions:
-        """Return the options of one of ``world`` ranks: with an equal share of the limit of
-        objects.
-
-        Ranks do not report to each other how much they have written.
-        """
-        if self.objects_per_hour is None or world == 1:
-            return self
-        self._check_cap(world)
-        return replace(self, objects_per_hour=max(1, self.objects_per_hour // world))
-
-    def _check_cap(self, world: int) -> None:
-        cap = self.objects_per_hour
-        if self.log != "none" and cap is not None and cap < _LOG_OBJECTS_MIN * world:
-            raise OptionError(
-                f"TierOptions.objects_per_hour={cap} is too low for a log of {world} rank(s): a "
-                "segment needs two objects, and bases need some, too",
-                hint=f'set objects_per_hour={_LOG_OBJECTS_MIN * world} or more, or log="none"',
-            )
 
 
 @checked

@@ -104,9 +104,6 @@ class RetryingTier:
     def scan(self, prefix: str = "") -> list[Item]:
         return self._try("list", prefix, lambda: self._inner.scan(prefix))
 
-    def walk(self, prefix: str = "") -> list[Item]:
-        return self._try("list", prefix, lambda: self._inner.walk(prefix))
-
     def delete(self, name: str) -> None:
         self._try(f"delete {name}", name, lambda: self._inner.delete(name))
 

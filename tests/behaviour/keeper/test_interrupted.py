@@ -64,13 +64,13 @@ def test_an_interrupt_anywhere_while_a_base_is_asked_for() -> None:
             save = Save(3, 1)
             was = interrupted_at(count, lambda: remote.ask(save, [], exact=True))
             asked = [m["number"] for m in heard(theirs) if m["kind"] == "ask"]
-            if remote.lost is None and remote._replica_requests.pending:
+            if remote.lost is None and remote.replica_requests.pending:
                 assert asked == [1], "it is waited for, and the keeper has not heard of it"
             elif save.durable.done():
                 assert isinstance(save.durable.exception(), KeeperError)
-                remote._replica_requests.persisted(asked, 3, 9)  # an answer that nobody waits for
-                remote._replica_requests.retained(3)
-                assert not remote._replica_requests.pending
+                remote.replica_requests.persisted(asked, 3, 9)  # an answer that nobody waits for
+                remote.replica_requests.retained(3)
+                assert not remote.replica_requests.pending
             return was
 
     assert places(asks) > 20
@@ -84,7 +84,7 @@ def test_an_interrupt_anywhere_while_a_capture_is_to_become_durable() -> None:
             ends: Any = SimpleNamespace(number=5, step=3, save=Save(3, 1), begun=False)
             ends.on_end, ends.plan = (lambda _: None), SimpleNamespace(size_bytes=9)
             was = interrupted_at(count, lambda: remote.persist(ends))
-            waits = 5 in remote._waiting
+            waits = bool(remote.waiting)
             with suppress(DeadlineError):
                 remote.wait(0.0, show=False)
             if waits and remote.lost is None:
@@ -100,13 +100,13 @@ def test_a_base_that_was_never_asked_for_is_asked_for_again(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the same save(); and close() does not wait for the one of before."""
-    send, interrupts = RemoteKeeper._send, ["ask"]
+    send, interrupts = Connection.send, ["ask"]
 
-    def interrupted(keeper: RemoteKeeper, message: dict[str, Any]) -> None:
+    def interrupted(connection: Connection, message: dict[str, Any]) -> None:
         if message["kind"] in interrupts:
             interrupts.remove(message["kind"])
             raise KeyboardInterrupt
-        send(keeper, message)
+        send(connection, message)
 
     world = World()
     with following.opened(run_folder, world) as ckpt:
@@ -114,11 +114,11 @@ def test_a_base_that_was_never_asked_for_is_asked_for_again(
         following.run_steps(ckpt, world, 2)
         ckpt.wait()
         following.run_steps(ckpt, world, 2)
-        monkeypatch.setattr(RemoteKeeper, "_send", interrupted)
+        monkeypatch.setattr(Connection, "send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.save()
         keeper = inspect(ckpt).keepers.current
         assert isinstance(keeper, RemoteKeeper)
-        assert not keeper._replica_requests.steps
+        assert not keeper.replica_requests.steps
         ckpt.save().durable.result(TIMEOUT_S)
         assert 4 in following.steps_on_disk(run_folder)

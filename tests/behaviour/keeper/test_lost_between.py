@@ -22,7 +22,7 @@ from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.session.session import finish_at_exit
 from tests.support.following import until
 from tests.support.log.every_step import World, opened, run_steps
-from tests.support.lost_keepers import kill_keeper, kill_noticed, lost_of
+from tests.support.lost_keepers import cut, kill_keeper, kill_noticed, lost_of
 from tests.support.world import TIMEOUT_S
 
 pytestmark = [
@@ -137,7 +137,7 @@ def test_nobody_waits_for_what_was_still_to_be_retained(
 ) -> None:
     """Whoever sends notices first that it is gone; what it had said before is read behind that."""
     monkeypatch.setenv(FAILPOINTS, "retain.before_unlink=kill:1")
-    hear, heard = RemoteKeeper._on_message, threading.Event()
+    hear, heard = RemoteKeeper.handle, threading.Event()
 
     def hear_late(keeper: RemoteKeeper, message: dict[str, Any], fds: list[int]) -> None:
         if message["kind"] == "persisted" and not heard.is_set():
@@ -152,7 +152,7 @@ def test_nobody_waits_for_what_was_still_to_be_retained(
         ckpt.wait()
         monkeypatch.delenv(FAILPOINTS)
         run_steps(ckpt, world, 1)
-        monkeypatch.setattr(RemoteKeeper, "_on_message", hear_late)
+        monkeypatch.setattr(RemoteKeeper, "handle", hear_late)
         ckpt.save()
         assert heard.wait(TIMEOUT_S)
         keeper = inspect(ckpt).keepers.current
@@ -163,7 +163,7 @@ def test_nobody_waits_for_what_was_still_to_be_retained(
             return keeper.lost is not None
 
         until(noticed, "the loss of the keeper")
-        keeper._reader.join(TIMEOUT_S)
+        cut(ckpt)
         keeper.wait(TIMEOUT_S / 4)  # nothing is left to wait for
 
 
@@ -211,7 +211,7 @@ def test_a_keeper_that_serves_another_process_is_not_called_gone(run_folder: Pat
     run_steps(ckpt, world, 3)
     keeper = inspect(ckpt).keepers.current
     assert isinstance(keeper, RemoteKeeper)
-    keeper._on_message({"kind": "replaced", "pid": 4711}, [])
+    keeper.handle({"kind": "replaced", "pid": 4711}, [])
     world.train()
     said = io.StringIO()
     with redirect_stderr(said), warnings.catch_warnings():

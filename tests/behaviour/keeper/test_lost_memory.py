@@ -16,6 +16,7 @@ from everstep.errors import KeeperError
 from everstep.link.pool import CapturePool
 from everstep.testing import inspect
 from tests.support.following import opened, run_steps, steps_on_disk, until
+from tests.support.lost_keepers import cut
 from tests.support.multistep.rows import over, restored
 from tests.support.multistep.world import World, begin
 from tests.support.serving import serving
@@ -55,14 +56,6 @@ def test_whoever_waits_for_memory_hears_of_it() -> None:
     assert found == [keeper.lost]
 
 
-def lose(ckpt: everstep.Checkpointer) -> None:
-    """The connection breaks; the keeper does not."""
-    remote: Any = inspect(ckpt).keepers.current
-    remote._connection._stream.shutdown()
-    remote._reader.join(TIMEOUT_S)
-    assert remote.lost is not None
-
-
 @pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
 def test_gradients_of_the_step_under_way_are_not_written_into_its_base(
     overlap: bool, run_folder: Path
@@ -79,7 +72,7 @@ def test_gradients_of_the_step_under_way_are_not_written_into_its_base(
         filesystem.hook = _at_data(gate)
         states |= take_one(ckpt, world)
         assert gate.reached.wait(TIMEOUT_S)
-        lose(ckpt)
+        cut(ckpt)
         world.train()  # its gradients are copied
         inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         gate.open()
@@ -104,7 +97,7 @@ def take_one(ckpt: everstep.Checkpointer, world: World) -> dict[int, Any]:
     states = run_steps(ckpt, world, 2)
     save.staged.result(TIMEOUT_S)
     remote: Any = inspect(ckpt).keepers.current
-    until(lambda: not remote._rebuilding, "that it is whole")
+    until(lambda: not remote.rebuilding, "that it is whole")
     states |= run_steps(ckpt, world, 1)
     begin(ckpt)
     assert inspect(ckpt).multistep.window

@@ -40,7 +40,7 @@ from everstep.trainer.log.kept_records import DiskLog
 from tests.support.log.every_step import World
 from tests.support.ranks.peer_logs import Log
 from tests.support.ranks.together import RankTraining, rank_seams, resume, trainings
-from tests.support.serving import bench
+from tests.support.serving import bench, hold_log
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, forget, opened, raising
 
 LIMIT_S, EACH_S = 10.0, 2.5
@@ -51,6 +51,7 @@ class Slow(HookedFileSystem):
     """Each operation takes its time by a clock; whoever asks whether that is too long, is told.
 
     Attributes:
+        clock: as given.
         looks: called in the middle of each.
     """
 
@@ -58,12 +59,12 @@ class Slow(HookedFileSystem):
         super().__init__()
         self.looks: Callable[[], object] = lambda: None
         self.took_s = 0.0
-        self._clock, self._turn = clock, threading.Lock()
+        self.clock, self._turn = clock, threading.Lock()
 
     def at(self, op: str, path: PurePath) -> None:
         super().at(op, path)
         with self._turn:  # as if the disk did one at a time
-            self._clock.advance(EACH_S)
+            self.clock.advance(EACH_S)
             self.took_s += EACH_S
             self.looks()
 
@@ -141,9 +142,9 @@ def test_an_operation_that_never_returns_is_found_behind_slow_ones(
     fs.hook = raising(gate.wait_at, op, "*")
     ckpt.save()
     assert gate.reached.wait(TIMEOUT_S)
-    fs._clock.advance(LIMIT_S - 1)
+    fs.clock.advance(LIMIT_S - 1)
     assert not inspect(ckpt).channel.hung()
-    fs._clock.advance(2)
+    fs.clock.advance(2)
     fs.looks = lambda: None
     assert inspect(ckpt).channel.hung()
     world.train()
@@ -380,7 +381,7 @@ def test_a_keeper_that_writes_the_log_first_says_that_it_is_at_work(
     moving, told = Moving(6, gate.open), list[Any]()
     monkeypatch.setattr(LogStore, "moves", property(lambda self: moving()))
     logs = Logs(Seams(), PurePath("/run"), ChunkRing(2, 1), lambda: None)
-    logs._current = log
+    logs.current = log
     connection: Any = SimpleNamespace(send=told.append)
     trainer = AttachedTrainer(connection, 1, log.arena, timeout_s=SHORT_S)
     ((arena, index),) = logs.recall(trainer, own=True)
@@ -391,7 +392,7 @@ def test_a_keeper_that_writes_the_log_first_says_that_it_is_at_work(
     replies = Replies(changed, ManualClock())
     for message in told:
         replies.add_blob(message)
-    assert replies._chunks == len(told)
+    assert replies.chunks == len(told)
 
 
 # What waits for something
@@ -444,7 +445,7 @@ def test_an_end_is_waited_for_as_long_as_something_moves() -> None:
 def store() -> tuple[LogStore, Gate]:
     log, gate = Log(), Gate()
     log.step(1)
-    log.store._thread.submit(gate.wait_at)
+    hold_log(log.store, gate)
     return log.store, gate
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path, PurePath
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from everstep.capture.lane import CpuTransfer
 from everstep.errors import DeadlineError
 from everstep.format.reader import read_result
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, _wait
-from everstep.keeper.ship.couriers import WatchedTier
+from everstep.keeper.ship.courier import Courier
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.seams import ManualClock, SystemClock
@@ -92,6 +93,19 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     return Waits(monkeypatch)
 
 
+class Looks:
+    """The machine's clock, and the time that counts as those see it who look at it."""
+
+    def __init__(self) -> None:
+        self.counted_s, self._last_s = 0.0, time.monotonic()
+
+    def __call__(self) -> float:
+        now_s = time.monotonic()
+        self.counted_s += min(now_s - self._last_s, 1.0)
+        self._last_s = now_s
+        return now_s
+
+
 def test_a_look_that_comes_late_counts_for_a_second() -> None:
     clock = LookedAt(ManualClock())
     begin_s = clock.running_s()
@@ -104,11 +118,12 @@ def test_a_look_that_comes_late_counts_for_a_second() -> None:
 
 
 def test_a_thread_looks_for_whoever_does_not() -> None:
-    clock = SystemClock()
+    looks = Looks()
+    clock = SystemClock(looks)
     before = set(threading.enumerate())
     with clock.ticking():
-        counted_s = clock._ran_s
-        until(lambda: clock._ran_s - counted_s > 0.5, "a look")
+        counted_s = looks.counted_s
+        until(lambda: looks.counted_s - counted_s > 0.5, "a look")
         assert {t.name for t in set(threading.enumerate()) - before} == {"everstep-clock"}
     assert set(threading.enumerate()) <= before
 
@@ -156,26 +171,20 @@ def test_a_pause_is_no_replica_that_gets_nowhere() -> None:
 
 def test_a_pause_is_no_place_that_hangs() -> None:
     clock, gate = ManualClock(), Gate()
-
-    class Slow(MemoryTier):
-        def refresh(self) -> None:
-            pass
-
-        def check(self) -> None:
-            gate.wait_at()
-
-    tier = WatchedTier(Slow(), clock)
-    thread = threading.Thread(target=tier.check)
+    courier = Courier(MemoryTier(), 1, clock, raising)
+    work: Any = SimpleNamespace(turn=gate.wait_at)
+    thread = threading.Thread(target=courier.take_turn, args=(work,))
     thread.start()
     try:
         assert gate.reached.wait(TIMEOUT_S)
         clock.stand_still(HOUR_S)
-        assert tier.stuck(600.0) is None
+        assert courier.stalled_s == 0.0
         clock.advance(600.0)
-        assert tier.stuck(600.0) == ("reading it", 600.0)
+        assert courier.stalled_s == 600.0
     finally:
         gate.open()
         thread.join(TIMEOUT_S)
+    assert courier.stalled_s == 0.0, "nothing is under way"
 
 
 def test_a_transfer_goes_on_behind_a_pause(waits: Waits) -> None:
@@ -279,17 +288,18 @@ def test_no_time_is_no_wait() -> None:
 
 def test_training_is_told_of_a_disk_that_hangs_though_it_does_not_look(run_folder: Path) -> None:
     """In a step that takes long, say: then the next one tells."""
-    gate, fs, clock = Gate(), HookedFileSystem(), SystemClock()
+    gate, fs, looks = Gate(), HookedFileSystem(), Looks()
+    clock = SystemClock(looks)
     with opened(run_folder, {"n": 1}, fs=fs, clock=clock, method="async") as ckpt:
         ckpt.step()
         fs.hook = raising(gate.wait_at, "rename", "*.safetensors*")
         ckpt.save()
         assert gate.reached.wait(TIMEOUT_S)
-        inspect(ckpt).channel._progress_timeout_s, counted_s = 1.5, clock._ran_s
-        until(lambda: clock._ran_s - counted_s > 1.6, "time")
+        inspect(ckpt).channel.progress_timeout_s, counted_s = 1.5, looks.counted_s
+        until(lambda: looks.counted_s - counted_s > 1.6, "time")
         with pytest.raises(DeadlineError, match="no progress for"):
             ckpt.step()
-        inspect(ckpt).channel._progress_timeout_s = TIMEOUT_S
+        inspect(ckpt).channel.progress_timeout_s = TIMEOUT_S
         gate.open()
 
 

@@ -15,7 +15,6 @@ import everstep
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     FencedError,
-    KeeperError,
     MismatchError,
     StateError,
     StorageError,
@@ -26,6 +25,7 @@ from everstep.seams import Seams
 from everstep.testing import inspect
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.remote import RemoteKeeper
+from tests.support.lost_keepers import cut, remote_of
 from tests.support.serving import Bench, die, serving
 from tests.support.takeover import World, opened, stepped, until
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, inventory_of
@@ -199,7 +199,7 @@ def test_damaged_memory_is_noticed(
         assert held is not None
         assert held.durable is durable
         (file, _), *_ = held.files
-        file._parts[1][1000] ^= 1
+        file.parts[1][1000] ^= 1
         return found
 
     monkeypatch.setattr(RemoteKeeper, "recall", damaged)
@@ -245,8 +245,7 @@ def test_one_that_fails_to_take_over_disturbs_nobody(served: Bench) -> None:
         stepped(first, world)
     wanted = stepped(first, world)
     first.save().durable.result(TIMEOUT_S)
-    lost = inspect(second).keepers._remote
-    assert lost is not None
+    lost = remote_of(second)
     until(lambda: lost.lost is not None)
     with pytest.raises(MismatchError):
         second.resume()  # it tries again, and replaces the first one again
@@ -308,10 +307,8 @@ def test_one_that_takes_it_back_hears_no_more_of_the_time_before(served: Bench) 
         stepped(first, world)
     assert first.resume().timeline == 3
     stepped(first, world)
-    remote = inspect(first).keepers.current
-    assert isinstance(remote, RemoteKeeper)
-    remote._lose(KeeperError("planted"))
-    with pytest.warns(RuntimeWarning, match="planted"):
+    cut(first)
+    with pytest.warns(RuntimeWarning, match=r"process \d+\) is gone"):
         wanted = stepped(first, world)
     first.save().durable.result(TIMEOUT_S)
     first.close()
@@ -325,13 +322,13 @@ def test_what_a_keeper_says_of_a_timeline_that_is_over(
     """Fenced off by another machine: the keeper, which has served both timelines, says which one
     it means; and what is late is no error of the present one."""
     said = list[dict[str, Any]]()
-    hear = RemoteKeeper._on_message
+    hear = RemoteKeeper.handle
 
     def noted(self: RemoteKeeper, message: dict[str, Any], fds: list[int]) -> None:
         said.extend([message] if message["kind"] == "error" else [])
         hear(self, message, fds)
 
-    monkeypatch.setattr(RemoteKeeper, "_on_message", noted)
+    monkeypatch.setattr(RemoteKeeper, "handle", noted)
     world = World()
     first = opened(served.run, world)
     first.resume()
@@ -377,8 +374,7 @@ def test_the_older_one_does_not_keep_the_newer_one_out(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             states[2] = stepped(first, world)  # and takes a base again: its keeper was gone
-        mine = inspect(second).keepers._remote
-        assert mine is not None
+        mine = remote_of(second)
         if at == "serve":  # the new timeline is there: it may not
             assert mine.lost is None
         else:

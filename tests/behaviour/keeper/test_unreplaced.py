@@ -4,7 +4,7 @@ said again and again, and its end tries once more, however short ago that was in
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.options import LogOptions
 from everstep.seams.clock import ManualClock
 from everstep.testing import inspect
-from everstep.trainer.attach.keepers import Keepers, ReplacementAttempts
+from everstep.trainer.attach import keepers
+from everstep.trainer.attach.keepers import ReplacementAttempts
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.lost_keepers import kill_noticed
 
@@ -29,15 +30,15 @@ pytestmark = [
 @pytest.fixture
 def unanswered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Who attaches to a keeper, or starts one, waits in vain while there is anything in this."""
-    attach: Callable[[Keepers], Any] = Keepers._attach
+    attach = keepers.attach
     why: list[str] = []
 
-    def answers(keepers: Keepers) -> Any:
+    def answers(*about: Any) -> Any:
         if why:
             raise KeeperTimeoutError(why[0])
-        return attach(keepers)
+        return attach(*about)
 
-    monkeypatch.setattr(Keepers, "_attach", answers)
+    monkeypatch.setattr(keepers, "attach", answers)
     yield why
     why.clear()
 

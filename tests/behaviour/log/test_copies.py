@@ -33,6 +33,7 @@ from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
 from everstep.testing import inspect
+from everstep.testing.conformance import walk
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
@@ -504,7 +505,7 @@ def test_a_damaged_segment_in_the_store_is_the_end_for_all(
     shutil.rmtree(runs[1])
     (name,) = [
         item.name
-        for item in store.walk("timeline-00001/log")
+        for item in walk(store, "timeline-00001/log")
         if item.name.endswith("rank-00001.safetensors")
     ]
     data = bytearray(contents(store)[name])
@@ -583,7 +584,7 @@ def test_a_log_comes_from_the_store_while_others_fetch(
             assert torch.equal(ranks[rank].weight, trained(rank, 6))
         all_die(ranks)
     segments = sorted(
-        item.name for item in store.walk("timeline-00001/log") if "safetensors" in item.name
+        item.name for item in walk(store, "timeline-00001/log") if "safetensors" in item.name
     )
     assert len(segments) == 2, "of two steps, of each rank"
     assert reads.by(AHEAD) == (segments if room else [])

@@ -96,7 +96,7 @@ def segment_index(heads: list[RecordHead]) -> tuple[ShardIdentity, bytes]:
     records = [LogRecord(head, layout, {}, empty, record_digest(empty, {})) for head in heads]
     identity = ShardIdentity("run", heads[-1].timeline, heads[-1].step, heads[-1].lsn, 0, 1, True)
     _, body = plan_segment(identity, records)
-    return identity, bytes(body._sources[LOG_OBJECT])
+    return identity, body.source(LOG_OBJECT)
 
 
 HEADS = [

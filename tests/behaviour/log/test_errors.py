@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import everstep
+from everstep.config import FailurePolicy
 from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.options import LogOptions
 from everstep.state.values.objects import encode
@@ -33,7 +34,7 @@ class FaultError(Exception):
 
 @contextlib.contextmanager
 def opened(
-    run: Path, world: World, on_failure: Callable[[EverstepError], None] = lambda error: None
+    run: Path, world: World, on_failure: FailurePolicy = lambda error: None
 ) -> Iterator[everstep.Checkpointer]:
     forget(run)
     with everstep.Checkpointer(
@@ -54,14 +55,14 @@ def recorder_of(ckpt: everstep.Checkpointer) -> Recorder:
     return inspect(ckpt).recorder
 
 
-def rooms_left(ckpt: everstep.Checkpointer) -> int:
-    """Blocks of memory that hold neither a record nor the newest base."""
+def bytes_left(ckpt: everstep.Checkpointer) -> int:
+    """Of blocks of memory that hold neither a record nor the newest base."""
     ckpt.wait()
     inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     rooms = recorder_of(ckpt).memory
     assert rooms.target is not None
-    taken = len(rooms.target.pool._allocator._live)
-    return taken - len(rooms.kept) - len(rooms.target.pool._kept)
+    pool = rooms.target.pool
+    return pool.lent_bytes - sum(pool.rounded_bytes(one.room.size_bytes) for one in rooms.kept)
 
 
 def check(run: Path, states: dict[int, Any], without: set[int], world: World) -> None:
@@ -120,7 +121,7 @@ def test_whatever_fails_once(
         world.train()
         ckpt.step()
         states[1] = world.snapshot()
-        assert rooms_left(ckpt) == 0
+        assert bytes_left(ckpt) == 0
         for step in range(2, STEPS + 1):
             armed[0] = step == 3
             for call in (world.train, ckpt.step):
@@ -128,7 +129,7 @@ def test_whatever_fails_once(
                     call()
             assert armed == [False], "it has not come to that"
             states[step] = world.snapshot()
-        assert rooms_left(ckpt) == 0
+        assert bytes_left(ckpt) == 0
         # Pages that are not taken beforehand are taken by the copy.
         holes = ckpt.stats().log_holes
         assert place == "taking pages" or 1 <= holes <= 2
@@ -177,9 +178,8 @@ def test_a_step_that_ends_in_an_error_makes_a_base_due(
 ) -> None:
     """What storage failed at is raised when a step is over; all else before its mark."""
     world, states = World(), {}
-    with opened(run_folder, world) as ckpt:
+    with opened(run_folder, world, "raise") as ckpt:
         ckpt.resume()
-        inspect(ckpt).channel._policy = "raise"
         for step in range(1, STEPS + 1):
             world.train()
             if step == 3:
@@ -223,7 +223,7 @@ def test_a_record_that_is_late_goes_to_no_other_keeper(
         assert told == []
         assert recorder.base_due is not None
         monkeypatch.undo()
-        assert rooms_left(ckpt) == 0
+        assert bytes_left(ckpt) == 0
 
 
 # --- Strange loops ----------------------------------------------------------------------
@@ -376,7 +376,7 @@ def test_every_step_of(
             loop(world, ckpt, step)
             ckpt.step()
             states[step] = world.snapshot()
-        assert rooms_left(ckpt) == 0
+        assert bytes_left(ckpt) == 0
     check(run_folder, states, set(), Two(seed=9))
     # The base behind a hole does not count: replay must not go over it.
     holes = {"one_in_the_other": 4, "half_way": 4, "nested_updates": 4, "closure_called_twice": 4}

@@ -29,7 +29,7 @@ from everstep.trainer.log.recorder import Recorder
 from tests.support.keeper_process import PRELUDE, TRAIN, finish, keepers_gone, start
 from tests.support.lanes import HeldLane
 from tests.support.log.every_step import DENSE, ON_DISK, World, opened, run_steps
-from tests.support.serving import Bench, die, serving
+from tests.support.serving import Bench, die, hold_log, serving
 from tests.support.takeover import until
 from tests.support.world import TIMEOUT_S, Gate
 
@@ -175,7 +175,7 @@ def test_a_log_that_hangs_is_said_to(served: Bench) -> None:
     log = served.server.duties.logs.current
     assert log is not None
     gate = Gate()
-    log._thread.submit(gate.wait_at)
+    hold_log(log, gate)
     with pytest.raises(DeadlineError, match=r"no progress in writing the log for 0.05 s"):
         log.settle(0.05)
     gate.open()
@@ -230,13 +230,13 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
         HeldLane.gate = Gate()
         if gated:  # somebody opens it while the update waits
             monkeypatch.setattr(inspect(ckpt).lane, "gate", HeldLane.gate, raising=False)
-            copy = HeldLane._copy
+            copy = HeldLane.copy_batch
 
             def opening(self: HeldLane, batch: Batch, block: torch.Tensor) -> None:
                 self.gate.open()
                 copy(self, batch, block)
 
-            monkeypatch.setattr(HeldLane, "_copy", opening)
+            monkeypatch.setattr(HeldLane, "copy_batch", opening)
         train()
         ckpt.step()
         wanted = model.weight.detach().clone()

@@ -47,35 +47,23 @@ def parent_of(run: Path, timeline: int) -> tuple[int | None, int]:
 
 
 @pytest.mark.parametrize(
-    ("end", "tree", "how"),
+    ("end", "tree"),
     [
-        (
-            (1, 8),
-            [(1, None, 0), (2, 1, 4)],
-            "timeline 2 started at step 4 of timeline 1 and abandoned",
-        ),
-        (
-            (1, 8),
-            [(1, None, 0), (2, 1, 4), (3, 2, 6)],
-            "timeline 2 started at step 4 of timeline 1 and abandoned",
-        ),
-        (
-            (2, 8),
-            [(1, None, 0), (2, 1, 4), (3, 1, 2)],
-            "timeline 3 started at step 2 of timeline 1",
-        ),
-        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, 6)], "it forked at step 4 of timeline 1, and"),
-        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, None)], "it forked at step 4 of timeline 1, and"),
-        ((1, 8), [(1, None, 0), (2, None, 0), (3, 2, 1)], "timeline 2 started from scratch"),
+        ((1, 8), [(1, None, 0), (2, 1, 4)]),
+        ((1, 8), [(1, None, 0), (2, 1, 4), (3, 2, 6)]),
+        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, 2)]),
+        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, 6)]),
+        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, None)]),
+        ((1, 8), [(1, None, 0), (2, None, 0), (3, 2, 1)]),
     ],
 )
-def test_where_they_have_parted(
-    end: tuple[int, int], tree: Sequence[tuple[int, int | None, int | None]], how: str
+def test_a_step_outside_of_the_newest_history_is_said_to_be_abandoned(
+    end: tuple[int, int], tree: Sequence[tuple[int, int | None, int | None]]
 ) -> None:
     said = describe_abandoned(BaseId(*end), branches(*tree))
     assert said is not None
-    assert f"step 8 of timeline {end[0]} is on an abandoned branch: {how}" in said
-    assert f"The history of timeline {tree[-1][0]}, the newest until now, has no step 8" in said
+    assert f"step 8 of timeline {end[0]} is on an abandoned branch" in said
+    assert f"the history of timeline {tree[-1][0]}, the newest until now, has no step 8" in said
 
 
 @given(_bases, _trees())
@@ -128,7 +116,6 @@ def test_a_base_of_a_branch_that_was_given_up(
     assert (value, parent_of(run_folder, recovery.timeline)) == (8, (1, 8))
     (note,) = recovery.notes
     assert "step 8 of timeline 1 is on an abandoned branch" in note
-    assert "timeline 2 started at step 4 of timeline 1" in note
     assert note in caplog.messages
     assert recovery.exact, "as it was"
     recovery, value = look(run_folder)
@@ -160,7 +147,6 @@ def test_a_step_that_only_the_log_of_another_branch_has(run_folder: Path) -> Non
         recovery = ckpt.rewind(8)
     assert recovery.step == 8
     assert "step 8 of timeline 1 is on an abandoned branch" in str(recovery.notes)
-    assert "started at step 3 of timeline 1" in str(recovery.notes)
 
 
 def test_a_timeline_that_came_to_nothing_does_not_choose_the_branch(run_folder: Path) -> None:
@@ -212,7 +198,7 @@ def test_several_ranks_say_it_alike(tmp_path: Path, caplog: pytest.LogCaptureFix
         found = resume(ranks, 8)
     assert [(one.step, one.exact) for one in found] == [(8, True)] * 2
     assert found[0].notes == found[1].notes
-    assert "timeline 2 started at step 4 of timeline 1 and abandoned it" in found[0].notes[0]
+    assert "step 8 of timeline 1 is on an abandoned branch" in found[0].notes[0]
     assert caplog.messages.count(found[0].notes[0]) == 1, "rank 0 says it"
 
 
@@ -225,11 +211,9 @@ def test_commands_say_it(run_folder: Path, tmp_path: Path) -> None:
     about: tuple[Any, ...] = ("restore", run_folder, "--step")
     assert document(*about, 6, "--out", tmp_path / "a")["given_up"] is None
     said = document(*about, 8, "--out", tmp_path / "b")["given_up"]
-    assert "timeline 2 started at step 4 of timeline 1" in said
+    assert "step 8 of timeline 1 is on an abandoned branch" in said
     meant = document(*about, 8, "--timeline", 1, "--out", tmp_path / "c")
     assert (meant["timeline"], meant["given_up"]) == (1, None)
     shown = invoke(*about, 8, "--out", tmp_path / "d")
     assert said in " ".join(shown.stdout.split())
-    replayed = invoke("replay", run_folder, "--to", 8, "--drop", 7)
-    assert said in " ".join(replayed.stdout.split())
     assert segments_of(run_folder), "the log is there"

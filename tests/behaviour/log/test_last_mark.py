@@ -125,11 +125,18 @@ def test_a_step_that_has_a_failure_to_tell_of_is_over_all_the_same(
     it, seams = Training(), Seams(filesystem=fs, clock=SystemClock())
     ckpt = it.opened(run_folder, keeper=KeeperOptions(process=False), seams=seams)
     ckpt.resume()
+    posted, post = list[EverstepError](), inspect(ckpt).channel.post
+
+    def noted(error: EverstepError, **about: Any) -> None:
+        post(error, **about)
+        posted.append(error)
+
+    inspect(ckpt).channel.post = noted
     for _ in range(5):
         it.train()
         ckpt.step()
     inspect(ckpt).saver.finish_captures()
-    until(lambda: bool(inspect(ckpt).channel._errors))
+    until(lambda: bool(posted))
     it.train()
     with pytest.raises(OutOfSpaceError), contextlib.ExitStack() as stack:
         if then == "leave":

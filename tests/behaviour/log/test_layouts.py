@@ -17,14 +17,13 @@ from torch import nn
 
 import everstep
 from everstep.link.messages import LogLayouts, receive_layout
-from everstep.link.recordable import Layouts, record_layout
+from everstep.link.recordable import record_layout
 from everstep.options import KeeperOptions, LogOptions
 from everstep.state.layout import shards as recent
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import LRUCache, ShardLayout
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.multistep.held_gradients import SamplePlaces
 from tests.support.following import until
 from tests.support.log.every_step import opened
 from tests.support.lost_keepers import kill_keeper
@@ -89,15 +88,15 @@ def served(run_folder: Path) -> Iterator[Bench]:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a keeper is told what."""
-    found, send = Counter[str](), RemoteKeeper._send
+    found, send = Counter[str](), RemoteKeeper.send
 
     def sending(keeper: RemoteKeeper, message: dict[str, Any]) -> None:
         found[message["kind"]] += 1
         if message["kind"] in ("log", "redo", "log_layout"):  # or its number may be another's
-            assert keeper._log_layouts.lock.locked()
+            assert keeper.log_layouts.lock.locked()
         send(keeper, message)
 
-    monkeypatch.setattr(RemoteKeeper, "_send", sending)
+    monkeypatch.setattr(RemoteKeeper, "send", sending)
     return found
 
 
@@ -130,8 +129,8 @@ def test_of_too_many_those_go_that_were_not_used_for_longest() -> None:
 def test_both_sides_mean_the_same_by_a_number(seed: int) -> None:
     draw, known, told = random.Random(seed), dict[int, ShardLayout](), list[dict[str, Any]]()
     entries = [Entry.whole(f"{n}", "U8", (n % 7,)) for n in range(60)]
-    ours = LogLayouts(told.append)
-    ours._numbers = LRUCache(8, 50)
+    numbers = LRUCache[ShardLayout, int](8, 50)
+    ours = LogLayouts(told.append, numbers)
     there = [record_layout(entries[: draw.choice([0, 1, 2, 20, 60])]) for _ in range(12)]
     for _ in range(400):
         if draw.random() < 0.3:
@@ -143,7 +142,7 @@ def test_both_sides_mean_the_same_by_a_number(seed: int) -> None:
             receive_layout(known, message)
         told.clear()
         assert known[number] == layout
-        assert len(known) == len(ours._numbers) <= 8
+        assert len(known) == len(numbers) <= 8
         assert len(known) == 1 or sum(len(one.placed) for one in known.values()) <= 50
         assert max(known) < 8
         assert ours.number(layout) == number
@@ -178,15 +177,6 @@ def test_a_keeper_that_is_told_by_an_older_trainer() -> None:
     known = dict[int, ShardLayout]()
     receive_layout(known, {"kind": "log_layout", "number": 7, "layout": []})
     assert known == {7: ShardLayout(())}
-
-
-def test_places_of_gradients_are_as_few() -> None:
-    places, layouts = SamplePlaces(), Layouts()
-    for number in range(2 * recent.COUNT_MAX):
-        gradients = [(f"g{n}", torch.ones(3)) for n in range(1 + number)]
-        layout = layouts.of(dict(gradients[-3:]))
-        places.of(gradients[-3:], layout, number)
-    assert len(places._found) == len(layouts.found) == recent.COUNT_MAX
 
 
 # --- Training ---------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem
 from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.values.objects import encode
+from everstep.testing.conformance import walk
 from everstep.tiers.contract import Item
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
@@ -84,7 +85,7 @@ def test_a_segment_that_cannot_be_used_does_not_hide_its_copy() -> None:
     disk, copy = Copying(batch_steps=2), Copying(batch_steps=2)
     for one in (disk, copy):
         one.train(1, 2)
-    (name,) = [item.name for item in disk.tier.walk() if item.name.endswith("safetensors")]
+    (name,) = [item.name for item in walk(disk.tier) if item.name.endswith("safetensors")]
     disk.tier.delete(name)
     here, far = (TierFileSystem(one.tier, RUN) for one in (disk, copy))
     there = Inventory(RUN, timelines={1: record_of(1)})

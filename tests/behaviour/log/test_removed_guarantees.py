@@ -19,7 +19,7 @@ import torch
 from everstep.capture.mark_samples import MarkSampler
 from everstep.format.log import LogRecord
 from everstep.restore import log as logs_module
-from everstep.restore.log import LogReader
+from everstep.restore.log import LogFound, LogReader
 from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
@@ -243,6 +243,14 @@ def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MatrixWorld, "train", trained)
 
 
+def is_there(found: LogFound, key: Any) -> bool:
+    try:
+        found.nearest(key)
+    except KeyError:
+        return False
+    return True
+
+
 def takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody counts updates."""
 
@@ -262,10 +270,10 @@ def takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
             there = [
                 number
                 for number in range(lsn + 1, mark.lsn + 1)
-                if ("update", timeline, number) in self.found._segments
+                if is_there(self.found, ("update", timeline, number))
             ]
-            updates = [self._record("update", timeline, number) for number in there]
-            yield updates, self._record("mark", timeline, step)
+            updates = [self.record("update", timeline, number) for number in there]
+            yield updates, self.record("mark", timeline, step)
             lsn = mark.lsn
 
     monkeypatch.setattr(LogIndex, "__init__", init)
@@ -279,12 +287,12 @@ def forks_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def updates_of_any_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update is an update, if only its number is right."""
-    record_of = LogReader._record
+    record_of = LogReader.record
 
     def found(self: LogReader, kind: str, timeline: int, number: int) -> LogRecord:
         return record_of(self, kind, 1 if kind == "update" else timeline, number)
 
-    monkeypatch.setattr(LogReader, "_record", found)
+    monkeypatch.setattr(LogReader, "record", found)
 
 
 def over_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:

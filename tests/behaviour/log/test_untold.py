@@ -460,7 +460,7 @@ def test_a_base_that_was_being_copied(run_folder: Path) -> None:
             whole = [
                 flight.transfer is not None
                 and flight.transfer.gate(flight.prepared.size_bytes, timeout_s=0.0)
-                for flight in list(inspect(ckpt).saver._pending)
+                for flight in inspect(ckpt).pending
             ]
             assert step == 1 or all(whole)
 

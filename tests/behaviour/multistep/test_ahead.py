@@ -24,10 +24,10 @@ from everstep.state.training_state import State
 from everstep.state.values.tensors import tensor_entry
 from everstep.testing import inspect
 from everstep.trainer.log.update_inputs import InputReader
-from everstep.trainer.multistep.held_gradients import GradientCheck, SamplePlaces
+from everstep.trainer.multistep.held_gradients import GradientCheck
 from everstep.trainer.multistep.partition import Partitioner
 from everstep.trainer.multistep.plan import redo_bytes
-from tests.support.elsewhere import DEVICE, elsewhere
+from tests.support.elsewhere import elsewhere
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.multistep.measured import Bench as Steps
 from tests.support.multistep.rows import over, restored
@@ -291,18 +291,6 @@ def layout_of(live: dict[str, torch.Tensor]) -> ShardLayout:
     return layout
 
 
-def test_places_are_those_of_the_layout() -> None:
-    """Not of another that lies where it did."""
-    places, layouts = SamplePlaces(), Layouts()
-    one = [(f"g{n}", torch.randn(size)) for n, size in enumerate((3, 50))]
-    other = [(f"g{n}", torch.randn(size)) for n, size in enumerate((50, 3))]
-    first, second = layouts.of(dict(one)), layouts.of(dict(other))
-    of_first = places.of(one, first, 0)
-    found = places.of(other, second, 0)
-    assert found[1][4, CPU].counts.tolist() == of_first[1][4, CPU].counts.tolist()[::-1]
-    assert places.of(other, second, 0)[1] is found[1]
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_copies_are_planned_once_of_host_memory_only(device: str) -> None:
     """What is remembered of them holds no device: packed together is what lies on one."""
@@ -318,37 +306,23 @@ def test_copies_are_planned_once_of_host_memory_only(device: str) -> None:
     assert all(len({part.device for part in batch.sources}) == 1 for batch in consumed.batches)
 
 
-def test_places_are_those_of_the_devices() -> None:
-    """A model may be moved, all or a part of it, and its gradients keep their form."""
-    places, layouts = SamplePlaces(), Layouts()
-    here = [(f"g{n}", torch.randn(50)) for n in range(2)]
-    layout = layouts.of(dict(here))
-    moved = [("g0", elsewhere(here[0][1])), here[1]]
-    assert layouts.of(dict(moved)) is layout
-    for gradients, kinds in ((here, {CPU}), (moved, {CPU, DEVICE}), (here, {CPU})):
-        _, found = places.of(gradients, layout, 0)
-        assert set(found) == {(4, device) for device in kinds}
-        assert places.of(gradients, layout, 0)[1] is found
-
-
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int8])
 def test_a_gradient_that_arrives_torn_is_named(kind: torch.dtype) -> None:
-    places, layouts = SamplePlaces(), Layouts()
+    """All of many gradients are compared in turn."""
+    layouts = Layouts()
     for turn in range(3):
         named = {f"gradient/{n}": torch.full((n + 1, 3), n + 1).to(kind) for n in range(70)}
         layout = layouts.of(named)
-        check = GradientCheck(named, layout, turn, places)
+        check = GradientCheck(named, layout, turn)
         block = torch.zeros(layout.size_bytes, dtype=torch.uint8)
         for batch in plan_batches(layout, named, named.keys()):
             run_batch(batch, block)
         assert check.torn(block) is None
-        (looked,) = check._places.values()
-        assert len(looked.which) in (23, 24)
-        name = looked.names[5]
-        named[name].fill_(99)
-        for batch in plan_batches(layout, named, named.keys()):
-            run_batch(batch, block)
-        assert check.torn(block) == name.removeprefix("gradient/")
+        for place in layout.placed:
+            torn = block.clone()
+            torn[place.begin : place.end] ^= 255
+            number = place.entry.name.removeprefix("gradient/")
+            assert check.torn(torn) == (number if int(number) % 3 == turn else None)
 
 
 @pytest.mark.parametrize("torn", ["a", "b", "c", None])
@@ -360,7 +334,7 @@ def test_gradients_on_several_devices_are_looked_at_on_each(torn: str | None) ->
         "gradient/c": torch.randn(9),
     }
     layout = Layouts().of(named)
-    check = GradientCheck(named, layout, 0, SamplePlaces())
+    check = GradientCheck(named, layout, 0)
     if torn is not None:
         named[f"gradient/{torn}"].data.fill_(99)
     block = torch.zeros(layout.size_bytes, dtype=torch.uint8)

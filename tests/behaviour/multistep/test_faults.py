@@ -38,6 +38,7 @@ from everstep.trainer.multistep.held_gradients import (
 )
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.lanes import HeldLane, held
+from tests.support.lost_keepers import cut
 from tests.support.multistep.rows import over, restored
 from tests.support.multistep.world import Method, World, begin, report_of, start
 from tests.support.serving import Bench, die, serving
@@ -273,9 +274,7 @@ def test_interrupted_while_another_keeper_takes_over(
     world = World()
     ckpt = opened(served.run, world, method=method)
     run_steps(ckpt, world, 2)
-    lost = inspect(ckpt).keepers.current
-    lost._connection._stream.shutdown()  # type: ignore[union-attr]
-    lost._reader.join(TIMEOUT_S)  # type: ignore[union-attr]
+    cut(ckpt)
 
     def interrupts(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -301,9 +300,7 @@ def test_what_was_lost_with_a_keeper_is_not_taken_of_half_a_step(
     world = World()
     ckpt = opened(served.run, world, method=method)
     states = run_steps(ckpt, world, 2)
-    lost = inspect(ckpt).keepers.current
-    lost._connection._stream.shutdown()  # type: ignore[union-attr]
-    lost._reader.join(TIMEOUT_S)  # type: ignore[union-attr]
+    cut(ckpt)
 
     def leave() -> None:
         with ckpt:
@@ -593,8 +590,7 @@ def test_without_memory_for_gradients_the_base_is_given_up_and_taken_in_fewer_pa
     assert (report.abandoned, report.parts) == (1, 3)
     assert steps_on_disk(served.run) == [7]
     assert restored(served.run, World(seed=9), 7) == states[7]
-    assert inspect(ckpt).saver._pool is not None
-    assert not inspect(ckpt).saver._pool._allocator.used_bytes or inspect(ckpt).saver._pool._kept
+    assert not inspect(ckpt).keepers.pool.lent_bytes
 
 
 def test_a_small_arena_takes_fewer_parts_and_says_so(served: Bench) -> None:

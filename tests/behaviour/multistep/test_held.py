@@ -21,7 +21,6 @@ from everstep.testing import inspect
 from everstep.trainer.multistep.held_gradients import (
     GradientCheck,
     HeldGradients,
-    SamplePlaces,
 )
 from tests.support.elsewhere import elsewhere
 from tests.support.following import run_steps
@@ -293,7 +292,7 @@ def test_a_write_is_seen_wherever_it_is_until_somebody_may_write(
     copies: Any = _Copies()
     gate: Any = _Waits()
     held = HeldGradients(state, gate)
-    check = GradientCheck(named, layout, 0, SamplePlaces())
+    check = GradientCheck(named, layout, 0)
     window: Any = None
     held.hold(window, "optimizer", copies, block.numel(), [(parameter, gradient)], check)
     events = {

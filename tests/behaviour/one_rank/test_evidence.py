@@ -35,9 +35,8 @@ def test_what_was_left_out_and_what_descends_from_it(run_folder: Path) -> None:
         assert not found.exact
         assert found.evidence.endswith(
             f"; not exact: the base of step {timeline} of timeline {timeline} is marked as not "
-            "exact: it descends from the state with which timeline 2 began at step 1, which was "
-            "not exact: 'gone' "
-            "was left out, or may differ: in the checkpoint, not in the state (and 1 more, see "
+            "exact: it was not saved from the complete, exact state of training: 'gone' was left "
+            "out, or may differ: in the checkpoint, not in the state (and 1 more, see "
             "Recovery.mismatched)"
         )
 

@@ -419,14 +419,14 @@ def test_a_read_that_hangs(run_folder: Path) -> None:
     fs.open = lambda path, *, direct=False: Slow(real(path, direct=direct))  # type: ignore[method-assign, assignment]
     state = {"n": 0, "t": torch.zeros(5000)}
     with opened(run_folder, state, fs=fs, progress_timeout_s=TIMEOUT_S) as ckpt:
-        assert inspect(ckpt).starter._timeout_s == TIMEOUT_S
-        inspect(ckpt).starter._timeout_s = 0.1
+        assert inspect(ckpt).starter.timeout_s == TIMEOUT_S
+        inspect(ckpt).starter.timeout_s = 0.1
         with pytest.raises(DeadlineError, match="a read took longer"):
             ckpt.resume()
         with pytest.raises(StateError, match="partly overwritten"):
             ckpt.step()
         gate.open()
-        inspect(ckpt).starter._timeout_s = TIMEOUT_S  # a disk that is slow is another matter
+        inspect(ckpt).starter.timeout_s = TIMEOUT_S  # a disk that is slow is another matter
         fs.open = real  # type: ignore[method-assign]
         assert ckpt.resume().step == 1
         ckpt.step()
@@ -531,6 +531,10 @@ def test_interrupted_while_the_keeper_is_told(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for ever for a base that is withdrawn."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     state = {"t": torch.zeros(2000)}
     with opened(run_folder, state, method="async", progress_timeout_s=TIMEOUT_S) as ckpt:
         ckpt.step()
@@ -539,25 +543,12 @@ def test_interrupted_while_the_keeper_is_told(
         ckpt.step()
         keeper = inspect(ckpt).keeper
         with monkeypatch.context() as patched:
-            patched.setattr(keeper, "_jobs", _Interrupting(keeper._jobs))  # type: ignore[union-attr]
+            patched.setattr(keeper, "captured", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ckpt.save()
             ckpt.wait(TIMEOUT_S / 4)
         ckpt.save()
     check_usable(run_folder, state, 2)
-
-
-class _Interrupting:
-    """A queue: a Ctrl-C comes with the first that is put."""
-
-    def __init__(self, queue: Any) -> None:
-        self.get, self._put, self._came = queue.get, queue.put, False
-
-    def put(self, job: Any) -> None:
-        if not self._came:
-            self._came = True
-            raise KeyboardInterrupt
-        self._put(job)
 
 
 def test_interrupted_while_resuming(run_folder: Path) -> None:

@@ -156,7 +156,7 @@ def test_weights_swapped_for_an_evaluation_are_refused(held: Gate, run_folder: P
         ckpt.step()
         before = world.snapshot()
         save = ckpt.save()
-        transfer = inspect(ckpt).saver._pending[0].transfer
+        transfer = inspect(ckpt).pending[0].transfer
         kept = [p.detach().clone() for p in world.model.parameters()]
         for p in world.model.parameters():
             p.data.mul_(0.999)
@@ -310,7 +310,7 @@ def test_two_optimizers_each_wait_for_their_own(held: Gate, run_folder: Path) ->
             model(torch.randn(4, 50)).sum().backward()
         wanted = freeze({"one": one.state_dict(), "two": two.state_dict()})
         ckpt.save()
-        ends = inspect(ckpt).saver._pending[0].prepared.ends
+        ends = inspect(ckpt).pending[0].prepared.ends
         assert ends["first"] < ends["second"]
         threading.Timer(0.01, held.open).start()
         first.step()

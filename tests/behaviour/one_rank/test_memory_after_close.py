@@ -36,7 +36,7 @@ def no_collector() -> Iterator[None]:
 
 def mapped() -> set[int]:
     """Where memory is that was mapped to be shared."""
-    return set(memory._mappings)
+    return memory.mappings()
 
 
 def trained(
@@ -159,10 +159,10 @@ def test_whoever_sends_may_be_the_first_to_notice(
 ) -> None:
     """What has failed there is told again and again, but without all that was in use there."""
     with replaced(run_folder, method) as training:
-        there, send = training.first._connection._stream, UnixStream.send_some
+        keeper, send = training.first.pid, UnixStream.send_some
 
         def refuse(stream: UnixStream, data: memoryview, fds: Sequence[int] = ()) -> int:
-            if stream is not there:
+            if stream.peer().pid != keeper:
                 return send(stream, data, fds)
             training.kill()
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

@@ -37,7 +37,7 @@ def test_bases_are_bounded_in_steps_before_the_replica_follows(
             run_steps(ckpt, world, 1)
             replica_bases = inspect(ckpt).replica
             assert replica_bases is not None
-            taken = replica_bases._taken
+            taken = replica_bases.taken
             assert taken is not None
             until(taken.durable.done, "a base of training's own")  # the writer waits for no replica
             assert step - max(steps_on_disk(bench.run)) < 2 * EVERY

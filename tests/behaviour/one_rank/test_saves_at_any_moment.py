@@ -4,11 +4,12 @@ behind an update that has failed, or an interrupt while it was planned."""
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import time
 from collections.abc import Callable
+from inspect import currentframe
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -353,33 +354,44 @@ def test_gradients_are_not_looked_at_in_another_thread(
         assert all((p.grad is not None) == there for p in again.model.parameters())
 
 
+def this_frame() -> FrameType:
+    """That of the caller."""
+    here = currentframe()
+    assert here is not None
+    assert here.f_back is not None
+    return here.f_back
+
+
 def test_a_call_waits_for_one_of_another_thread() -> None:
     calls, gate, order = CallGuard(TIMEOUT_S), Gate(), list[str]()
+    hurried, hold = CallGuard(0.0), Gate()
 
-    def call(name: str, inside: Callable[[], Any]) -> None:
-        calls.begin(name, sys._getframe())
+    def call(guard: CallGuard, name: str, inside: Callable[[], Any]) -> None:
+        guard.begin(name, this_frame())
         order.append(name)
         inside()
-        calls.end()
+        guard.end()
 
-    first = threading.Thread(target=call, args=("save", gate.wait_at))
+    first = threading.Thread(target=call, args=(calls, "save", gate.wait_at))
     first.start()
     assert gate.reached.wait(TIMEOUT_S)
-    second = threading.Thread(target=call, args=("step", lambda: None))
+    second = threading.Thread(target=call, args=(calls, "step", lambda: None))
     second.start()
-    hurried = CallGuard(0.0)
-    hurried._now = calls._now
+    third = threading.Thread(target=call, args=(hurried, "save", hold.wait_at))
+    third.start()
+    assert hold.reached.wait(TIMEOUT_S)
     with pytest.raises(StateError, match="in another thread"):
-        hurried.begin("step", sys._getframe())
+        hurried.begin("step", this_frame())
     with pytest.raises(StateError, match="optimizer waited 0 s for save"):
         hurried.wait_for_others("optimizer")
-    hurried._now = None
+    hold.open()
+    third.join(TIMEOUT_S)
     hurried.wait_for_others("optimizer")
-    assert order == ["save"]
+    assert order == ["save", "save"]
     gate.open()
     for thread in (first, second):
         thread.join(TIMEOUT_S)
-    assert order == ["save", "step"]
+    assert order == ["save", "save", "step"]
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -438,8 +450,8 @@ def test_a_parameter_that_moves_to_another_optimizer(
         ckpt.step()
         wanted = freeze({"one": one.state_dict(), "two": two.state_dict()})
         save = ckpt.save()
-        size_bytes = inspect(ckpt).saver._pending[0].prepared.size_bytes
-        own = dict(inspect(ckpt).saver._pending[0].prepared.ends)
+        size_bytes = inspect(ckpt).pending[0].prepared.size_bytes
+        own = dict(inspect(ckpt).pending[0].prepared.ends)
         if moves:
             second.param_groups[0]["params"] = [two.bias]
             first.add_param_group({"params": [two.weight]})
@@ -509,11 +521,11 @@ def test_behind_the_last_call_no_other_thread_begins_one(monkeypatch: pytest.Mon
     calls, gate, refused = CallGuard(TIMEOUT_S), Gate(), list[str]()
 
     def train() -> None:
-        calls.begin("save", sys._getframe())
+        calls.begin("save", this_frame())
         gate.wait_at()
         calls.end()
         for call in (
-            lambda: calls.begin("step", sys._getframe()),
+            lambda: calls.begin("step", this_frame()),
             lambda: calls.refuse_within("close"),
         ):
             with pytest.raises(StateError, match="while the interpreter is shutting down") as error:
@@ -529,11 +541,11 @@ def test_behind_the_last_call_no_other_thread_begins_one(monkeypatch: pytest.Mon
     waited = threading.Timer(0.05, gate.open)
     waited.start()
     calls.last()
-    assert gate._opened.is_set(), "what is under way comes to its end"
+    assert gate.is_open, "what is under way comes to its end"
     thread.join(TIMEOUT_S)
     waited.join(TIMEOUT_S)
     assert refused == ["step()", "close()"]
-    calls.begin("save", sys._getframe())
+    calls.begin("save", this_frame())
     calls.end()
     calls.refuse_within("close")
     assert not calls.over, "here it may still be closed"

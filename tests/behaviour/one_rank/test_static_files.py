@@ -20,7 +20,6 @@ from torch import nn
 
 import everstep
 import everstep.tiers.durable_files
-from everstep import checkpointer as checkpointer_module
 from everstep.errors import AuditError, DamageError
 from everstep.format.names import SLOTS_DIR
 from everstep.format.reader import read_header
@@ -35,6 +34,7 @@ from tests.support.world import (
     HookedFileSystem,
     base_folder,
     flip,
+    forget_open_runs,
     freeze,
     inventory_of,
     opened,
@@ -430,7 +430,7 @@ def rank_job(
             keep=keep,
             on_failure="warn",
         ) as ckpt:
-            checkpointer_module._live.clear()
+            forget_open_runs()
             assert ckpt.resume().step == at
             for step in range(at + 1, at + steps + 1):
                 before(rank, step)

@@ -14,7 +14,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 import everstep
-from everstep import checkpointer
 from everstep.cli import app
 from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, OptionError, StorageError
@@ -26,6 +25,7 @@ from everstep.state.ranks import ddp
 from everstep.state.ranks.writers import WriterAssignment
 from everstep.trainer.job.place import shared_options
 from tests.support.ranks.together import on_all, rank_seams
+from tests.support.world import forget_open_runs
 
 FROZEN = ("0.weight", "0.bias")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -114,7 +114,7 @@ def job(
             **own(rank),
         }
         ckpt = everstep.Checkpointer(paths[rank % len(paths)], state, seams=seams[rank], **about)
-        checkpointer._live.clear()
+        forget_open_runs()
         return Rank(rank, ckpt, model, update, errors)
 
     ranks = on_all(lambda: start(0), lambda: start(1))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep import LogOptions, checkpointer
+from everstep import LogOptions
 from everstep.errors import EverstepError, MismatchError, RecoveryError
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
@@ -22,6 +22,7 @@ from everstep.state.ranks import ddp
 from everstep.testing import inspect
 from tests.support.ranks.logs import die
 from tests.support.ranks.together import on_all, rank_seams
+from tests.support.world import forget_open_runs
 
 LOGGED: dict[str, Any] = {
     "method": "logged",
@@ -150,7 +151,7 @@ def job(path: Path, build: Build, *, world: int = 2, **options: Any) -> Iterator
         state = build(rank)
         about_rank = {"progress_timeout_s": 20.0, "on_failure": "raise", **about}
         ckpt = everstep.Checkpointer(path, state, seams=seams[rank], **about_rank)
-        checkpointer._live.clear()
+        forget_open_runs()
         return Rank(rank, ckpt, state)
 
     ranks = on_all(*(lambda rank=rank: start(rank) for rank in range(world)))  # type: ignore[misc]

@@ -359,7 +359,7 @@ def test_its_first_step_waits_for_a_base(tmp_path: Path) -> None:
         one.ckpt.resume()
         recorder = inspect(one.ckpt).recorder
         assert recorder is not None
-        assert not recorder._leads_here
+        assert recorder.reachable_step is None
         one.train(1)
         die([one])
     bases = [base.id for base in scan_run(PosixFileSystem(), path).bases]
@@ -417,7 +417,7 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:
             for one in ranks:
                 recorder = inspect(one.ckpt).recorder
                 assert recorder is not None
-                assert recorder._leads_here == leads
+                assert (recorder.reachable_step is not None) == leads
             train_all(ranks, 1)
             die(ranks)
 

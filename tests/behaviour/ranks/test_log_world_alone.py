@@ -47,7 +47,6 @@ def test_behind_a_damaged_base_of_its_own_it_takes_the_logs_of_several(tmp_path:
     with alone(path) as (one,):
         found = one.ckpt.resume()
         assert (found.step, found.base_step, found.replayed, found.exact) == (6, 4, 2, True)
-        assert found.reads == (), "of several ranks only"
         check(one, 6)
         die([one])
 

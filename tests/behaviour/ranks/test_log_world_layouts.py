@@ -64,7 +64,7 @@ class Seen:
         self.asked: list[bool] = []
         load, layout, offer = (
             rank_restore.load_ranks,
-            rank_restore._read_layout,
+            rank_restore.read_layout,
             RankSources.offer,
         )
 
@@ -82,7 +82,7 @@ class Seen:
             return offer(sources, wanted)
 
         monkeypatch.setattr(rank_restore, "load_ranks", counted)
-        monkeypatch.setattr(rank_restore, "_read_layout", looked)
+        monkeypatch.setattr(rank_restore, "read_layout", looked)
         monkeypatch.setattr(RankSources, "offer", asked)
 
 
@@ -116,7 +116,7 @@ def test_where_nobody_can_say_who_had_what_they_go_on_from_the_base(
 ) -> None:
     path = tmp_path / "run"
     until((path, path), 6)
-    monkeypatch.setattr(rank_restore, "_read_layout", lambda *about: None)
+    monkeypatch.setattr(rank_restore, "read_layout", lambda *about: None)
     for one in came_back((path, path), 4, 0, apart=True):
         assert "the old layout is in files of other ranks, which are not available here" in str(
             one.skipped
@@ -153,10 +153,10 @@ def test_what_one_rank_notices_all_do(tmp_path: Path, monkeypatch: pytest.Monkey
     to the base, and replays with the others. What it could not use is no hole in the log."""
     path = tmp_path / "run"
     until((path, path), 6)
-    notices = rank_log.RankLog._is_other_layout
+    notices = rank_log.RankLog.is_other_layout
     monkeypatch.setattr(
         rank_log.RankLog,
-        "_is_other_layout",
+        "is_other_layout",
         lambda log, *about: log._rank == 1 and notices(log, *about),
     )
     came_back((path, path), 6, 2, apart=True)
@@ -173,7 +173,7 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path, before: bool,
         for one in ranks:
             recorder = inspect(one.ckpt).recorder
             assert recorder is not None
-            assert not recorder._leads_here
+            assert recorder.reachable_step is None
         train(ranks, 1)
         die(ranks)
     bases = [base.id for base in scan_run(FS, path).bases]

@@ -406,7 +406,7 @@ def test_its_memory_is_counted(served: Bench) -> None:
     """By the training process, and by a keeper that has lost it."""
     world = World()
     ckpt = start(served, world)
-    size_bytes = inspect(ckpt).saver._prepared.size_bytes
+    size_bytes = inspect(ckpt).saver.layouts.current.size_bytes
     touched_bytes = inspect(ckpt).keepers.pool.touched_bytes
     ckpt.save().durable.result(20)
     assert ckpt.stats().host_bytes >= touched_bytes + size_bytes

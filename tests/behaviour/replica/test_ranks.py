@@ -95,7 +95,7 @@ def die(ranks: list[Rank]) -> None:
 
 def captured(ranks: list[Rank]) -> list[int]:
     """How many bases each training process has captured itself."""
-    return [inspect(one.ckpt).saver._captures for one in ranks]
+    return [inspect(one.ckpt).captured for one in ranks]
 
 
 def committed(path: Path, timeline: int = 1) -> list[int]:
@@ -364,7 +364,7 @@ def test_a_base_behind_one_that_training_has_captured_is_written(tmp_path: Path)
         wait(ranks)
         for one in ranks:
             assert inspect(one.ckpt).replica is not None
-            inspect(one.ckpt).replica._expected = False
+            inspect(one.ckpt).replica.expected = False
         train(ranks, 3)
         replicas_of = [bench.replicas.replica for bench in benches]
         until(lambda: all(r is not None and r.is_frozen for r in replicas_of), "step 6")

@@ -27,12 +27,12 @@ from everstep.seams import ManualClock, Seams, failpoints
 from everstep.testing import inspect
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.attach.keeper import Service
-from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.participant import BaseRequest
 from everstep.trainer.schedule import scheduler as scheduled
 from everstep.trainer.schedule.saver import ScheduledSaver
 from everstep.trainer.schedule.scheduler import all_at_mark
 from tests.support.lanes import HeldLane, gives_up_soon, held
+from tests.support.lost_keepers import cut
 from tests.support.scheduled import OVERFLOWS, Loop
 from tests.support.serving import Bench, die, serving
 from tests.support.world import TIMEOUT_S, Gate, forget, inventory_of
@@ -146,7 +146,7 @@ def test_the_update_waits_for_the_copy(held: Gate, run_folder: Path) -> None:
     with checkpointer(run_folder, loop.state, lane=HeldLane) as ckpt:
         saved = loop.snapshot()
         ckpt.step()
-        loop._backward(1)
+        loop.backward(1)
         updated = threading.Event()
 
         def update() -> None:
@@ -435,10 +435,7 @@ def test_a_capture_that_was_not_whole_is_not_what_comes_back(
     inspect(ckpt).saver.scheduler.flush()  # whenever it was planned for
     die_now = threading.Thread(target=die, args=(ckpt,))
     assert HeldLane.gate.reached.wait(TIMEOUT_S)
-    remote = inspect(ckpt).keepers._remote
-    assert remote is not None
-    remote._closing = True
-    remote._connection.close()
+    cut(ckpt)
     HeldLane.gate.open()
     die_now.start()
     die_now.join(TIMEOUT_S)
@@ -500,15 +497,14 @@ def test_save_without_a_keeper_is_lost_and_told_once(keeper: Bench, run_folder: 
     loop.train(1)
     ckpt.step()
     inspect(ckpt).saver.finish_captures()
-    remote = inspect(ckpt).keepers.current
-    assert isinstance(remote, RemoteKeeper)
-    remote._lose(KeeperError("planted"))
+    lost = cut(ckpt).lost
+    assert lost is not None
     save = inspect(ckpt).saver.take(BaseRequest(inspect(ckpt).identity, None, True))
     assert isinstance(save.durable.exception(TIMEOUT_S), KeeperError)
     assert not reported
-    with pytest.warns(RuntimeWarning, match="planted"):
+    with pytest.warns(RuntimeWarning, match="is gone"):
         ckpt.close()
-    assert [error.message for error in reported] == ["planted"]
+    assert reported == [lost]
     assert bases(run_folder) == {1}
 
 
@@ -562,8 +558,10 @@ def test_what_becomes_whole_behind_a_start_is_not_what_the_next_keeper_has(
     saver.start(service if same else Service(another, None, None, None, 1))
     gate.open()
     inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
-    assert (saver._parked is not None) is same
-    assert not same or saver._of_before
+    assert (saver.reachable_step is not None) is same
+    before = saver.saves
+    saver.persist_parked()
+    assert saver.saves == before, "it is of a timeline that is over"
     die(ckpt)
 
 
@@ -686,7 +684,7 @@ def test_who_waits_for_a_save_of_what_was_parked_needs_no_next_step(
     keeper: Bench, run_folder: Path
 ) -> None:
     ckpt, snapshots = trained(run_folder, Loop(), 1, every=None)
-    assert None in inspect(ckpt).saver.scheduler.open[-1].issued_s
+    assert None in [one.issued_s for one in inspect(ckpt).saver.scheduler.open[-1].copies]
     assert ckpt.save().durable.result(TIMEOUT_S) > 0
     assert stats_of(ckpt).captures == 1
     ckpt.close()

@@ -34,7 +34,7 @@ class Permuted(Sampler[int]):
 def nobody_else_follows_loaders() -> None:
     """Restore the loaders' classes: an earlier test of this process may have dropped a
     Checkpointer without close(), as a killed process does."""
-    while POSITIONS._holders > 0:
+    while POSITIONS.is_open:
         POSITIONS.close()
 
 

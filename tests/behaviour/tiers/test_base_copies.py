@@ -18,7 +18,6 @@ from everstep.errors import (
     EverstepError,
     FencedError,
     ForeignDirectoryError,
-    InfeasibleError,
     OptionError,
     StorageError,
     UnreachableError,
@@ -29,11 +28,9 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.ship import base_copies as copies_module
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
 from everstep.keeper.ship.courier import (
-    HOUR_S,
     ROOT,
     CopyPlace,
     Courier,
-    ObjectRate,
     newest_timeline_in,
 )
 from everstep.restore.fetch.copies import RunWithCopies
@@ -47,6 +44,7 @@ from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
+from everstep.trainer.attach import keepers
 from everstep.trainer.attach.keeper import ThreadKeeper
 from tests.support.copying import FOREVER, Interloper, contents, put, train, wait_for
 from tests.support.world import flip
@@ -77,8 +75,7 @@ def copies_of(
     """Copies of a run, made by hand: in no thread."""
     posted: list[EverstepError] = more.pop("posted", [])
     clock = more.pop("clock", ManualClock())
-    rate = more.pop("rate", None) or ObjectRate(None, clock)
-    courier = Courier(CopyPlace(tier, timeline, rate), clock, posted.append)
+    courier = Courier(tier, timeline, clock, posted.append)
     group = CopyGroup(None, clock, 0, 0, 1, timeout_s=120.0)
     return BaseCopies(courier, files, PurePath(run), group, keep=keep, **more)
 
@@ -291,7 +288,7 @@ def test_a_stale_listing_hides_no_newer_timeline() -> None:
     tier.create("timeline-00003/timeline.json", b"3")
     assert "timeline-00003" not in str(tier.scan()), "the listing is not stale: nothing is tested"
     assert newest_timeline_in(tier) == 3
-    place = CopyPlace(tier, 2, ObjectRate(None, ManualClock()))
+    place = CopyPlace(tier, 2)
     with pytest.raises(FencedError):
         place.check_fence()
 
@@ -478,48 +475,6 @@ def test_copies_are_so_far_apart(run_folder: Path) -> None:
         assert wait_for(lambda: not copies.busy)
 
 
-def test_the_cap_of_objects_delays_a_copy(run_folder: Path) -> None:
-    trained(run_folder, 1)
-    clock = ManualClock()
-    tier, rate = MemoryTier(), ObjectRate(6, clock)
-    rate.wrote(2)
-    posted: list[EverstepError] = []
-    with copying(run_folder, tier, clock=clock, rate=rate, posted=posted) as copies:
-        copies.base_durable()
-        assert wait_for(lambda: copies.waits_for_the_cap)
-        assert not [name for name in contents(tier) if "base" in name]
-        clock.advance(HOUR_S + 1)
-        copies.base_durable()  # wakes it
-        assert wait_for(lambda: copies.courier.stats.copied == 1)
-    assert not posted
-
-
-def test_a_keeper_that_ends_says_what_the_cap_kept_back(run_folder: Path) -> None:
-    trained(run_folder, 1)
-    clock = ManualClock()
-    rate = ObjectRate(6, clock)
-    rate.wrote(5)
-    posted: list[EverstepError] = []
-    with copying(run_folder, MemoryTier(), clock=clock, rate=rate, posted=posted) as copies:
-        copies.base_durable()
-        copies.expedite()
-        assert wait_for(lambda: not copies.busy)
-    assert "limit of objects per hour" in str(posted[0])
-
-
-def test_a_cap_below_one_base_is_refused_for_good(run_folder: Path) -> None:
-    trained(run_folder, 1)
-    clock = ManualClock()
-    posted: list[EverstepError] = []
-    rate = ObjectRate(2, clock)
-    with copying(run_folder, MemoryTier(), clock=clock, rate=rate, posted=posted) as copies:
-        copies.base_durable()
-        assert wait_for(lambda: bool(posted) and not copies.busy)
-        assert isinstance(posted[0], InfeasibleError)
-        copies.base_durable()
-        assert not copies.busy
-
-
 def test_what_fails_is_told_and_the_next_base_is_copied(run_folder: Path) -> None:
     trained(run_folder, 1)
     inner = MemoryTier()
@@ -601,13 +556,11 @@ def test_a_store_that_is_down_lets_no_timeline_begin(run_folder: Path, tmp_path:
     trained(run_folder, 1)
     inner = MemoryTier()
     copies_of(run_folder, inner).copy_newest()
-    tier = FaultyTier(inner)
     run = tmp_path / "fresh"
-    seams = both(run, tier)
-    inventory = open_run_folder(seams.filesystem, PurePath(run))
-    tier._faults.append(TierFault("unavailable", count=FOREVER))
+    inventory = open_run_folder(both(run, inner).filesystem, PurePath(run))
+    down = both(run, FaultyTier(inner, [TierFault("unavailable", count=FOREVER)]))
     with pytest.raises(UnreachableError):
-        open_timeline(seams, PurePath(run), inventory, parent=None, exact=True)
+        open_timeline(down, PurePath(run), inventory, parent=None, exact=True)
     assert not list(run.glob("timeline-*/timeline.json"))
 
 
@@ -709,19 +662,26 @@ def test_a_machine_without_the_disk_goes_on_from_the_copy(run_folder: Path, tmp_
     assert newest_timeline_in(tier) == 2
 
 
-def test_a_keeper_does_not_end_before_it_has_heard_of_the_last_base(run_folder: Path) -> None:
+def test_a_keeper_does_not_end_before_it_has_heard_of_the_last_base(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever copies bases hears of one from ``on_done``: until then there is something to do."""
     model = torch.nn.Linear(7, 5)
     seen: list[list[int]] = []
+
+    def hears(*about: Any, **options: Any) -> ThreadKeeper:
+        return ThreadKeeper(*about, **options, on_done=heard)
+
+    def heard(_: Any) -> None:
+        seen.append([one.step for one in inspect(ckpt).keeper.waiting])
+
+    monkeypatch.setattr(keepers, "ThreadKeeper", hears)
     in_thread = KeeperOptions(process=False)
     with Checkpointer(run_folder, {"model": model}, every=1, keeper=in_thread) as ckpt:
         ckpt.resume()
-        keeper = inspect(ckpt).keeper
-        assert isinstance(keeper, ThreadKeeper)
-        keeper._on_done = lambda base: seen.append([one.step for one in keeper.waiting])
         ckpt.step()
-        keeper.wait(None)
-        assert keeper.waiting == []
+        inspect(ckpt).keeper.wait(None)
+        assert inspect(ckpt).keeper.waiting == []
     assert seen == [[1]]
 
 
@@ -772,15 +732,6 @@ def test_a_place_that_is_another_one_now_gets_no_copies(run_folder: Path, tmp_pa
     shutil.rmtree(where)
     away.rename(where)
     assert copies.copy_newest() is not None
-
-
-def test_without_a_cap_nothing_is_counted() -> None:
-    """It would be for ever."""
-    rate = ObjectRate(None, ManualClock())
-    for _ in range(10):
-        rate.wrote(3)
-    assert rate.total == 30
-    assert not rate._written
 
 
 def test_a_place_that_leads_to_the_run_is_refused(run_folder: Path, tmp_path: Path) -> None:

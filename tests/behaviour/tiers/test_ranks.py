@@ -16,7 +16,6 @@ from everstep.errors import (
     DeadlineError,
     EverstepError,
     FencedError,
-    InfeasibleError,
     OptionError,
     RecoveryError,
     StorageError,
@@ -25,16 +24,15 @@ from everstep.format.header import ShardIdentity
 from everstep.format.names import CONDEMNED
 from everstep.format.records import TimelineRecord
 from everstep.keeper.persist import job_committer as commits_module
-from everstep.keeper.ship.courier import ROOT, ObjectRate, newest_timeline_in
+from everstep.keeper.ship.courier import ROOT, newest_timeline_in
 from everstep.keeper.ship.couriers import Couriers
 from everstep.link.messages import JobSession, KeeperStats
 from everstep.run.scan import scan_run
-from everstep.seams import ManualClock, Seams
+from everstep.seams import Seams
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
-from everstep.tiers.options import TierOptions
 from everstep.tiers.retry import RetryingTier
 from everstep.trainer.attach.terms import KeeperTerms
 from everstep.trainer.job import run_folder as folder_module
@@ -42,8 +40,8 @@ from tests.support.copying import FOREVER, Interloper, contents, put, wait_for
 from tests.support.ranks import tiers
 from tests.support.ranks.copying import FILES, Job, names_in, store, usable
 from tests.support.ranks.peer_logs import Log
-from tests.support.ranks.tiers import fill, saved, sources, started, up_to
-from tests.support.ranks.together import resume, save, train, trained, trainings
+from tests.support.ranks.tiers import fill, saved, started, up_to
+from tests.support.ranks.together import resume, save, train, trained
 from tests.support.world import flip
 
 apart = tiers.apart  # the fixture
@@ -207,20 +205,6 @@ def test_faults_behind_retries_do_no_harm(apart: list[Path]) -> None:
         assert usable(inner) == [3]
 
 
-def test_the_cap_is_shared() -> None:
-    options = TierOptions("s3://bucket/run", objects_per_hour=10)
-    assert [options.of_rank(world).objects_per_hour for world in (1, 2, 4)] == [10, 5, 2]
-    assert TierOptions("/copies").of_rank(4).objects_per_hour is None
-
-
-def test_a_cap_that_is_too_low_for_one_rank_says_what_all_need(apart: list[Path]) -> None:
-    clock = ManualClock()
-    rate = ObjectRate(TierOptions("/copies", objects_per_hour=4).of_rank(2).objects_per_hour, clock)
-    with pytest.raises(InfeasibleError, match="each of 2 ranks") as refused:
-        Job(apart, MemoryTier(), clock=clock, rate=rate).copy()
-    assert refused.value.needed == 6
-
-
 # --- The fence and retention ------------------------------------------------------------
 
 
@@ -373,18 +357,18 @@ class Keeper:
         self.rank = session.rank
         self._keepers = keepers
         self.session = session
-        self._receiver: Any = None
+        self.receiver: Any = None
         keepers.append(self)
 
     def subscribe(self, kind: Any, receiver: Any) -> None:
-        self._receiver = receiver
+        self.receiver = receiver
 
     @property
     def last_receive_s(self) -> float:
         return Seams().clock.monotonic_s()
 
     def send(self, rank: int, message: Any) -> None:
-        self._keepers[rank]._receiver(self.rank, message)
+        self._keepers[rank].receiver(self.rank, message)
 
     def is_disconnected(self, rank: int) -> bool:
         return False
@@ -428,7 +412,6 @@ def test_a_lost_disk_is_made_good_by_the_copy(
     with started(*runs, every=1, keep=2) as ranks:
         found = resume(ranks)
         assert [(one.step, one.source) for one in found] == [(2, "disk"), (2, "copy")]
-        assert [sources(one) for one in found] == [[(0, "disk"), (1, "copy")]] * 2
         assert [one.exact for one in found] == [True, True]
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 2))
@@ -444,7 +427,7 @@ def test_all_disks_lost(apart: list[Path], tmp_path: Path, store: MemoryTier) ->
     runs = [tmp_path / "new-a", tmp_path / "new-b"]
     with started(*runs) as ranks:
         found = resume(ranks)
-        assert [sources(one) for one in found] == [[(0, "copy"), (1, "copy")]] * 2
+        assert [one.source for one in found] == ["copy", "copy"]
         assert [(one.step, one.timeline) for one in found] == [(3, 2)] * 2
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 3))
@@ -467,7 +450,7 @@ def test_parts_on_a_disk_and_in_an_unfinished_copy_are_one_base(
         with started(*runs) as ranks:
             found = resume(ranks)
             assert [one.step for one in found] == [3, 3], f"start {again}"
-            assert sources(found[0]) == [(0, "disk"), (1, "copy")]
+            assert [one.source for one in found] == ["disk", "copy"]
             for rank in range(2):
                 assert torch.equal(ranks[rank].weight, trained(rank, 3))
 
@@ -500,7 +483,7 @@ def test_what_is_damaged_on_a_disk_is_read_from_the_copy(
     with started(*runs) as ranks:
         found = resume(ranks)
         assert [one.step for one in found] == [3, 3]
-        assert sources(found[0]) == [(0, "disk"), (1, "copy")]
+        assert [one.source for one in found] == ["disk", "copy"]
         assert torch.equal(ranks[1].weight, trained(1, 3))
 
 
@@ -538,7 +521,7 @@ def test_a_disk_does_not_count_on_what_only_copies_have(
     runs = up_to(apart, tmp_path, 3)
     shutil.rmtree(runs[1] / BASE.format(3))
     with started(*runs, every=1, keep=2) as ranks:
-        assert sources(resume(ranks)[0]) == [(0, "disk"), (1, "copy")]
+        assert [one.source for one in resume(ranks)] == ["disk", "copy"]
         train(ranks, 1)
         on_both = {base.id.step for base in scan_run(FILES, runs[1]).bases}
         assert on_both >= {2, 4}
@@ -623,14 +606,6 @@ def test_copies_of_another_run_are_refused(
         pass
 
 
-def test_a_cap_below_one_object_for_each_rank_is_refused(tmp_path: Path) -> None:
-    tier = TierOptions("/copies", objects_per_hour=1)
-    refused = pytest.raises(OptionError, match="less than one for each")
-    with refused, trainings(tmp_path / "a", tmp_path / "b", tiers=[tier]):
-        pass
-    assert not (tmp_path / "a").exists()
-
-
 def test_histories_that_went_apart_are_refused(
     apart: list[Path], tmp_path: Path, store: MemoryTier
 ) -> None:
@@ -667,7 +642,7 @@ def test_retention_rests_on_no_part_that_was_not_read(
     monkeypatch.setattr(commits_module, "verify_rank", verify_rank)
     with started(*runs, every=1, keep=2) as ranks:
         found = resume(ranks)
-        assert sources(found[0]) == [(0, "disk"), (1, "copy")]
+        assert [one.source for one in found] == ["disk", "copy"]
         train(ranks, 1)
     assert not (runs[0] / BASE.format(1)).exists()
     assert BaseId(2, 4) in read, "before anything was deleted"

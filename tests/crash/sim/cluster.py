@@ -303,9 +303,9 @@ class SimCluster:
         self.processes = [p for p in self.processes if p.alive] + job.ranks
         for process in job.ranks:
             process.start()
-        self.later(1.0, lambda: self._train(job))
+        self.later(1.0, lambda: self.train(job))
 
-    def _train(self, job: Job) -> None:
+    def train(self, job: Job) -> None:
         """One step of training, if all ranks are there."""
         if job.ended:
             return
@@ -313,7 +313,7 @@ class SimCluster:
             self.end(job)
             self.relaunch(asked=0 if job.refused and self.rng.random() < 0.5 else None)
             return
-        self.later(self.rng.uniform(0.6, 1.2), lambda: self._train(job))
+        self.later(self.rng.uniform(0.6, 1.2), lambda: self.train(job))
         there = len(job.gone) == len(job.ranks)
         if not there or any(p.asleep_until_s > self.now_s or p.is_full for p in job.ranks):
             return

@@ -182,7 +182,7 @@ class Disk:
     def __init__(self) -> None:
         self.nodes: dict[int, FileNode | DirNode] = {ROOT: DirNode()}
         self.names: list[NameEffect] = []
-        self._next_number = ROOT + 1
+        self.next_number = ROOT + 1
         self._collect_above = _COLLECT_ABOVE
 
     def file(self, number: int) -> FileNode:
@@ -196,8 +196,8 @@ class Disk:
         return node
 
     def add(self, node: FileNode | DirNode) -> int:
-        number = self._next_number
-        self._next_number = self._next_number + 1
+        number = self.next_number
+        self.next_number = self.next_number + 1
         self.nodes[number] = node
         return number
 
@@ -217,19 +217,19 @@ class Disk:
         )
         self.names = [effect for effect in rest if effect.changes]
         if len(self.nodes) > self._collect_above:  # seldom: what is cloned is collected anyway
-            self._collect()
+            self.collect()
             self._collect_above = 2 * len(self.nodes) + _COLLECT_ABOVE
 
     def clone(self: _D) -> _D:
         """The same disk and page cache; nothing is open in the copy."""
         copy = type(self)()
         copy.names = list(self.names)
-        copy._next_number = self._next_number
+        copy.next_number = self.next_number
         for number, node in self.nodes.items():
             copied = copy.nodes[number] = node.clone()
             if isinstance(copied, FileNode):
                 copied.handles = copied.mappings = 0
-        copy._collect()
+        copy.collect()
         return copy
 
     def uncertain(self) -> list[NameEffect | DataEffect]:
@@ -259,11 +259,11 @@ class Disk:
             if isinstance(node, FileNode)
         }
         image = type(self)()
-        image._next_number = self._next_number
-        image._rebuild(ROOT, dirs, files)
+        image.next_number = self.next_number
+        image.rebuild(ROOT, dirs, files)
         return image
 
-    def _rebuild(
+    def rebuild(
         self, number: int, dirs: dict[int, dict[str, int]], files: dict[int, bytes]
     ) -> None:
         """Fills directory ``number`` from what survived, and all that is reached from it."""
@@ -273,7 +273,7 @@ class Disk:
                 if child in self.nodes:  # a directory with two names; fsck drops one
                     continue
                 self.nodes[child] = DirNode()
-                self._rebuild(child, dirs, files)
+                self.rebuild(child, dirs, files)
             else:
                 known = self.nodes.get(child)
                 if known is None:
@@ -311,7 +311,7 @@ class Disk:
             for name, child in sorted(node.entries.items()):
                 yield from self.walk(f"{path}/{name}", child)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Forgets the nodes that neither a name, an open file nor any crash can bring back."""
         todo = [ROOT]
         for effect in self.names:

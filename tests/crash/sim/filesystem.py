@@ -48,47 +48,47 @@ class SimFileSystem:
     def __init__(self, *, capacity_bytes: int | None = None, read_only: bool = False) -> None:
         self.capacity_bytes = capacity_bytes
         self.origin = ""
-        self._disk = Tree()
-        self._journal = Journal(read_only=read_only)
+        self.tree = Tree()
+        self.journal = Journal(read_only=read_only)
 
     # The contract.
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
-        with self._journal.operation("create", path):
-            directory, name = self._disk.vacancy(path)
+        with self.journal.operation("create", path):
+            directory, name = self.tree.vacancy(path)
             node = FileNode(links=1, mtime_s=self._now_s())
-            number = self._disk.add(node)
+            number = self.tree.add(node)
             self._change_names(f"create {path}", (directory, name, number))
             return _SimWriteFile(self, path, node)
 
     def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
         try:
-            with self._journal.operation("reuse", path):
-                node = self._disk.regular(path)
+            with self.journal.operation("reuse", path):
+                node = self.tree.regular(path)
                 alone = node.links == 1 and node.handles == node.mappings == 0
                 return _SimWriteFile(self, path, node) if alone else None
         except OSError:  # as the contract has it: None when it cannot be determined
             return None
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
-        with self._journal.reading("open", path):
-            return _SimReadFile(self, path, self._disk.regular(path))
+        with self.journal.reading("open", path):
+            return _SimReadFile(self, path, self.tree.regular(path))
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        with self._journal.operation("rename", source, f"-> {target}"):
-            old_dir, old_name = self._disk.place(source)
-            new_dir, new_name = self._disk.place(target)
-            number = self._disk.entry(old_dir, old_name, source)
-            replaced = self._disk.dir(new_dir).entries.get(new_name)
-            if number in self._disk.ancestors(target):
+        with self.journal.operation("rename", source, f"-> {target}"):
+            old_dir, old_name = self.tree.place(source)
+            new_dir, new_name = self.tree.place(target)
+            number = self.tree.entry(old_dir, old_name, source)
+            replaced = self.tree.dir(new_dir).entries.get(new_name)
+            if number in self.tree.ancestors(target):
                 raise os_error(errno.EINVAL, target)
-            if replaced is not None and replaced in self._disk.ancestors(source):
+            if replaced is not None and replaced in self.tree.ancestors(source):
                 raise os_error(errno.ENOTEMPTY, target)
             if replaced == number:  # the same file: nothing happens, both names stay
                 return
             if replaced is not None:
-                self._disk.check_replaceable(number, replaced, target)
-                self._disk.unlinked(replaced)
+                self.tree.check_replaceable(number, replaced, target)
+                self.tree.unlinked(replaced)
             self._change_names(
                 f"rename {source} -> {target}",
                 (old_dir, old_name, None),
@@ -96,34 +96,34 @@ class SimFileSystem:
             )
 
     def link(self, source: PurePath, target: PurePath) -> None:
-        with self._journal.operation("link", source, f"-> {target}"):
-            number = self._disk.find(source)
-            directory, name = self._disk.vacancy(target)
-            node = self._disk.nodes[number]
+        with self.journal.operation("link", source, f"-> {target}"):
+            number = self.tree.find(source)
+            directory, name = self.tree.vacancy(target)
+            node = self.tree.nodes[number]
             if not isinstance(node, FileNode):
                 raise os_error(errno.EPERM, source)
             node.links += 1
             self._change_names(f"link {source} -> {target}", (directory, name, number))
 
     def unlink(self, path: PurePath) -> None:
-        with self._journal.operation("unlink", path):
-            directory, name = self._disk.place(path)
-            number = self._disk.entry(directory, name, path)
-            if isinstance(self._disk.nodes[number], DirNode):
+        with self.journal.operation("unlink", path):
+            directory, name = self.tree.place(path)
+            number = self.tree.entry(directory, name, path)
+            if isinstance(self.tree.nodes[number], DirNode):
                 raise os_error(errno.EISDIR, path)
-            self._disk.unlinked(number)
+            self.tree.unlinked(number)
             self._change_names(f"unlink {path}", (directory, name, None))
 
     def make_dir(self, path: PurePath) -> None:
-        with self._journal.operation("make_dir", path):
-            directory, name = self._disk.vacancy(path)
-            number = self._disk.add(DirNode(mtime_s=self._now_s()))
+        with self.journal.operation("make_dir", path):
+            directory, name = self.tree.vacancy(path)
+            number = self.tree.add(DirNode(mtime_s=self._now_s()))
             self._change_names(f"make_dir {path}", (directory, name, number))
 
     def remove_dir(self, path: PurePath) -> None:
-        with self._journal.operation("remove_dir", path):
-            directory, name = self._disk.place(path)
-            node = self._disk.nodes[self._disk.entry(directory, name, path)]
+        with self.journal.operation("remove_dir", path):
+            directory, name = self.tree.place(path)
+            node = self.tree.nodes[self.tree.entry(directory, name, path)]
             if not isinstance(node, DirNode):
                 raise os_error(errno.ENOTDIR, path)
             if node.entries:
@@ -131,20 +131,20 @@ class SimFileSystem:
             self._change_names(f"remove_dir {path}", (directory, name, None))
 
     def sync_dir(self, path: PurePath) -> None:
-        with self._journal.operation("sync_dir", path) as act:
-            number = self._disk.find_dir(path)
+        with self.journal.operation("sync_dir", path) as act:
+            number = self.tree.find_dir(path)
             if act == "do":
-                self._disk.sync_names(number)
+                self.tree.sync_names(number)
 
     def scan(self, path: PurePath) -> list[DirEntry]:
-        with self._journal.reading("scan", path):
-            found = self._disk.dir(self._disk.find_dir(path)).entries
-            nodes = self._disk.nodes
+        with self.journal.reading("scan", path):
+            found = self.tree.dir(self.tree.find_dir(path)).entries
+            nodes = self.tree.nodes
             return [_dir_entry(name, nodes[n], n) for name, n in sorted(found.items())]
 
     def free_bytes(self, path: PurePath) -> int:
-        with self._journal.reading("free_bytes", path):
-            self._disk.find(path)
+        with self.journal.reading("free_bytes", path):
+            self.tree.find(path)
             return self._free_blocks() * BLOCK_BYTES
 
     # What tests ask and do.
@@ -152,50 +152,50 @@ class SimFileSystem:
     @property
     def log(self) -> list[Operation]:
         """Every mutating operation so far, numbered from 1; empty on a fresh clone."""
-        return self._journal.writes
+        return self.journal.writes
 
     @property
     def reads(self) -> list[Operation]:
         """Every other operation so far, numbered apart."""
-        return self._journal.reads
+        return self.journal.reads
 
     @property
     def crashed(self) -> bool:
         """True if an injected crash has happened."""
-        return self._journal.crashed
+        return self.journal.crashed
 
     @property
     def read_only(self) -> bool:
         """True if every mutating operation raises EROFS; may be set at any time."""
-        return self._journal.read_only
+        return self.journal.read_only
 
     @read_only.setter
     def read_only(self, value: bool) -> None:
-        self._journal.read_only = value
+        self.journal.read_only = value
 
     def inject(self, fault: Fault) -> None:
         """Lets ``fault`` happen."""
-        self._journal.inject(fault)
+        self.journal.inject(fault)
 
     def watch(self, watcher: Callable[[Operation, Moment], None]) -> None:
         """Calls ``watcher`` before and after each mutating operation, in its thread; nobody
         else gets at the file system meanwhile."""
-        self._journal.watcher = watcher
+        self.journal.watcher = watcher
 
     def map(self, path: PurePath) -> MappedFile:
         """Maps a file, as a reader in some other process would: a live view of its bytes."""
-        with self._journal.lock:
-            return MappedFile(self, self._disk.regular(path))
+        with self.journal.lock:
+            return MappedFile(self, self.tree.regular(path))
 
     def read_bytes(self, path: PurePath) -> bytes:
         """The bytes of a file as everyone sees them now; not logged."""
-        with self._journal.lock:
-            return bytes(self._disk.regular(path).content)
+        with self.journal.lock:
+            return bytes(self.tree.regular(path).content)
 
     def corrupt(self, path: PurePath, offset: int, mask: int = 0xFF) -> None:
         """Flips the bits of ``mask`` in one byte, without a trace and durably."""
-        with self._journal.lock:
-            node = self._disk.regular(path)
+        with self.journal.lock:
+            node = self.tree.regular(path)
             damaged = bytearray(node.content)
             damaged[offset] ^= mask
             node.content = damaged
@@ -205,19 +205,19 @@ class SimFileSystem:
 
     def paths(self) -> dict[str, Literal["file", "dir"]]:
         """Every path below the root and what it is; not logged."""
-        with self._journal.lock:
-            walk = islice(self._disk.walk(), 1, None)
+        with self.journal.lock:
+            walk = islice(self.tree.walk(), 1, None)
             return {p: "file" if isinstance(node, FileNode) else "dir" for p, _, node in walk}
 
     def clone(self) -> SimFileSystem:
         """The same disk and page cache for another process: no faults, nothing open, no log."""
-        with self._journal.lock:
-            return self._successor(self._disk.clone(), "clone")
+        with self.journal.lock:
+            return self._successor(self.tree.clone(), "clone")
 
     def survive_all(self) -> SimFileSystem:
         """Return the file system after SIGKILL: all issued effects are there, still unsynced."""
-        with self._journal.lock:
-            return self._successor(self._disk.clone(), "process killed; the page cache survives")
+        with self.journal.lock:
+            return self._successor(self.tree.clone(), "process killed; the page cache survives")
 
     def crash_images(self, seed: int, count: int) -> Iterator[SimFileSystem]:
         """Durable states that a power loss now may leave.
@@ -227,8 +227,8 @@ class SimFileSystem:
         (which, goes round with the seed), and after those random subsets with torn writes.
         Everything on an image is durable.
         """
-        with self._journal.lock:
-            disk = self._disk.clone()
+        with self.journal.lock:
+            disk = self.tree.clone()
         effects = disk.uncertain()
         is_data = [isinstance(effect, DataEffect) for effect in effects]
         for index in range(count + 2):
@@ -241,28 +241,28 @@ class SimFileSystem:
 
     def fingerprint(self) -> str:
         """A digest of contents, names and what of them is durable; times do not count."""
-        with self._journal.lock:
-            return self._disk.fingerprint()
+        with self.journal.lock:
+            return self.tree.fingerprint()
 
     def _successor(self, disk: Tree, origin: str) -> SimFileSystem:
         fs = SimFileSystem(capacity_bytes=self.capacity_bytes, read_only=self.read_only)
-        fs._disk = disk
+        fs.tree = disk
         fs.origin = origin
         return fs
 
     def _now_s(self) -> float:
-        return 1e9 + len(self._journal.writes)
+        return 1e9 + len(self.journal.writes)
 
     def _change_names(self, text: str, *changes: tuple[int, str, int | None]) -> None:
-        self._disk.change_names(text, *changes)
+        self.tree.change_names(text, *changes)
         for directory, _, _ in changes:
-            self._disk.dir(directory).mtime_s = self._now_s()
+            self.tree.dir(directory).mtime_s = self._now_s()
 
     # File contents, for the handles below.
 
-    def _write(self, handle: _SimWriteFile, data: memoryview, offset: int) -> None:
+    def write(self, handle: _SimWriteFile, data: memoryview, offset: int) -> None:
         size = data.nbytes
-        with self._journal.operation("write", handle.path, f"[{offset}, {offset + size})") as act:
+        with self.journal.operation("write", handle.path, f"[{offset}, {offset + size})") as act:
             node = handle.node()
             if offset < 0:
                 raise os_error(errno.EINVAL, handle.path)
@@ -279,24 +279,24 @@ class SimFileSystem:
             if full:
                 raise os_error(errno.ENOSPC, handle.path)
 
-    def _truncate(self, handle: _SimWriteFile, size_bytes: int) -> None:
-        with self._journal.operation("truncate", handle.path, str(size_bytes)):
+    def truncate(self, handle: _SimWriteFile, size_bytes: int) -> None:
+        with self.journal.operation("truncate", handle.path, str(size_bytes)):
             node = handle.node()
             if size_bytes < 0:
                 raise os_error(errno.EINVAL, handle.path)
             node.change(DataEffect(size_bytes, None))
             node.mtime_s = self._now_s()
 
-    def _sync(self, handle: _SimWriteFile) -> None:
-        with self._journal.operation("sync", handle.path) as act:
+    def sync(self, handle: _SimWriteFile) -> None:
+        with self.journal.operation("sync", handle.path) as act:
             node = handle.node()
             if act == "do":
                 node.sync()
             elif act == "part":
                 node.poison()
 
-    def _read(self, handle: _SimReadFile, buffer: memoryview, offset: int) -> int:
-        with self._journal.reading("read", handle.path, f"[{offset}, {offset + buffer.nbytes})"):
+    def read(self, handle: _SimReadFile, buffer: memoryview, offset: int) -> int:
+        with self.journal.reading("read", handle.path, f"[{offset}, {offset + buffer.nbytes})"):
             if offset < 0:
                 raise os_error(errno.EINVAL, handle.path)
             data = handle.node().content[offset : offset + buffer.nbytes]
@@ -306,7 +306,7 @@ class SimFileSystem:
     def _free_blocks(self) -> int:
         if self.capacity_bytes is None:
             return (1 << 62) // BLOCK_BYTES
-        nodes = (node for node in self._disk.nodes.values() if isinstance(node, FileNode))
+        nodes = (node for node in self.tree.nodes.values() if isinstance(node, FileNode))
         used = sum(len(n.blocks) for n in nodes if n.links + n.handles + n.mappings)
         return max(0, self.capacity_bytes // BLOCK_BYTES - used)
 
@@ -326,7 +326,7 @@ class _Handle:
         return self._node
 
     def close(self) -> None:
-        with self.fs._journal.lock:
+        with self.fs.journal.lock:
             if self._node is not None:
                 self._node.handles -= 1
                 self._node = None
@@ -334,16 +334,16 @@ class _Handle:
 
 class _SimWriteFile(_Handle):
     def write(self, data: memoryview, offset: int) -> None:
-        self.fs._write(self, data.cast("B"), offset)
+        self.fs.write(self, data.cast("B"), offset)
 
     def reserve(self, size_bytes: int) -> None:
         """Takes no room: a full disk shows when it is written to."""
 
     def truncate(self, size_bytes: int) -> None:
-        self.fs._truncate(self, size_bytes)
+        self.fs.truncate(self, size_bytes)
 
     def sync(self) -> None:
-        self.fs._sync(self)
+        self.fs.sync(self)
 
 
 class _SimReadFile(_Handle):
@@ -356,7 +356,7 @@ class _SimReadFile(_Handle):
         return self._size_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        return self.fs._read(self, buffer.cast("B"), offset)
+        return self.fs.read(self, buffer.cast("B"), offset)
 
 
 class MappedFile:
@@ -370,12 +370,12 @@ class MappedFile:
 
     def read(self) -> bytes:
         """The bytes that the mapping shows now."""
-        with self._fs._journal.lock:
+        with self._fs.journal.lock:
             return bytes(self._node.content)
 
     def close(self) -> None:
         """Ends the mapping."""
-        with self._fs._journal.lock:
+        with self._fs.journal.lock:
             self._node.mappings -= self._open
             self._open = False
 

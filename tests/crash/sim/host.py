@@ -75,7 +75,7 @@ class ProcessDisk:
         self.failing = 0
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
-        return _ProcessFile(self, self._do(lambda fs: fs.create(path)))
+        return _ProcessFile(self, self.perform(lambda fs: fs.create(path)))
 
     def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
         return None
@@ -84,22 +84,22 @@ class ProcessDisk:
         return self._look().open(path)
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        self._do(lambda fs: fs.rename(source, target))
+        self.perform(lambda fs: fs.rename(source, target))
 
     def link(self, source: PurePath, target: PurePath) -> None:
-        self._do(lambda fs: fs.link(source, target))
+        self.perform(lambda fs: fs.link(source, target))
 
     def unlink(self, path: PurePath) -> None:
-        self._do(lambda fs: fs.unlink(path))
+        self.perform(lambda fs: fs.unlink(path))
 
     def make_dir(self, path: PurePath) -> None:
-        self._do(lambda fs: fs.make_dir(path))
+        self.perform(lambda fs: fs.make_dir(path))
 
     def remove_dir(self, path: PurePath) -> None:
-        self._do(lambda fs: fs.remove_dir(path))
+        self.perform(lambda fs: fs.remove_dir(path))
 
     def sync_dir(self, path: PurePath) -> None:
-        self._do(lambda fs: fs.sync_dir(path))
+        self.perform(lambda fs: fs.sync_dir(path))
 
     def scan(self, path: PurePath) -> list[DirEntry]:
         return self._look().scan(path)
@@ -112,7 +112,7 @@ class ProcessDisk:
             raise SimulatedCrash("the process has died")
         return self.disk.fs
 
-    def _do(self, act: Callable[[SimFileSystem], _T]) -> _T:
+    def perform(self, act: Callable[[SimFileSystem], _T]) -> _T:
         self._look()
         self.between()
         fs = self._look()  # whoever ran in between may have killed this one
@@ -131,14 +131,14 @@ class ProcessDisk:
             raise os_error(errno.ENOSPC, PurePath("disk"))
         assert isinstance(file, _SimWriteFile)
         node = file.node()
-        self._do(lambda fs: file.write(data, offset))
+        self.perform(lambda fs: file.write(data, offset))
         self.disk.unsynced.setdefault(self.node, {})[id(node)] = node
 
     def sync(self, file: WriteFile) -> None:
         """Syncs a file for this process."""
         assert isinstance(file, _SimWriteFile)
         node = file.node()
-        self._do(lambda fs: file.sync())
+        self.perform(lambda fs: file.sync())
         self.disk.unsynced.get(self.node, {}).pop(id(node), None)
 
 
@@ -154,7 +154,7 @@ class _ProcessFile:
         """Takes no room."""
 
     def truncate(self, size_bytes: int) -> None:
-        self._disk._do(lambda fs: self._file.truncate(size_bytes))
+        self._disk.perform(lambda fs: self._file.truncate(size_bytes))
 
     def sync(self) -> None:
         self._disk.sync(self._file)

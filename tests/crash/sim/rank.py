@@ -208,7 +208,7 @@ class SimRank:
         elif isinstance(todo, TakeInventory):
             inventory = scan_run(self.disk, RUN)
             disk = self.disk.disk.name
-            offer = offer_of(self.disk, inventory, self.rank, disk, self._held())
+            offer = offer_of(self.disk, inventory, self.rank, disk, self.held())
             self._absorb(self.agreement.done(InventorySeen(offer)))
         elif isinstance(todo, Restore):
             self._absorb(self.agreement.done(Restored(self._restore(todo.choice))))
@@ -322,7 +322,7 @@ class SimRank:
 
     # What stands for the state.
 
-    def _held(self) -> list[tuple[Marker, str]]:
+    def held(self) -> list[tuple[Marker, str]]:
         """Return the bases in the memory of this node's processes."""
         here = [p for p in self.cluster.processes if p.alive and p.node == self.node]
         return [(marker, "memory") for p in here for marker, _ in p.memory.values()]
@@ -363,7 +363,7 @@ class SimRank:
             for source in choice.sources[rank]:
                 if not self.cluster.plan.fetch and source.rank != self.rank:
                     continue
-                data = self._fetch(choice.base, rank, source)
+                data = self.fetch(choice.base, rank, source)
                 if data is not None and digest(data) == file.digest:
                     break
                 damaged.append((rank, source))
@@ -373,7 +373,7 @@ class SimRank:
         missing = len(self.restored) < len(list(self._needs()(self.rank, choice.manifest)))
         return tuple(damaged) if missing else ()
 
-    def _fetch(self, base: BaseId, rank: int, source: Source) -> bytes | None:
+    def fetch(self, base: BaseId, rank: int, source: Source) -> bytes | None:
         """Reads a piece where another rank (or this one) can read it."""
         other = self.job.ranks[source.rank]
         if source.tier == "memory":

@@ -146,7 +146,7 @@ class TrainingScenario(Scenario):
         fs.make_dir(self.run.parent)
         fs.sync_dir(self.run.parent.parent)
         if self._done:
-            training, checkpointer = self._start(fs, seed=1)
+            training, checkpointer = self.start(fs, seed=1)
             self._resume(training, checkpointer, {0: self._expected[0]})
             for _ in range(self._done):
                 self._train_and_save(training, checkpointer)
@@ -157,7 +157,7 @@ class TrainingScenario(Scenario):
                 self._act(fs, "first")
             assert fs.crashed, "the operation to crash at was not reached"
             self._floor, _ = self.promised()
-            probe, checkpointer = self._start(fs.survive_all(), seed=2)
+            probe, checkpointer = self.start(fs.survive_all(), seed=2)
             allowed = dict(enumerate(self._expected[: self._begun + 1]))
             self._done = self._resume(probe, checkpointer, allowed)
             checkpointer.close()
@@ -169,7 +169,7 @@ class TrainingScenario(Scenario):
         self._begun = self._done
         self._last = None
         self._live = None
-        training, checkpointer = self._start(self._wrap(fs), seed=1, process=process)
+        training, checkpointer = self.start(self._wrap(fs), seed=1, process=process)
         self._last = checkpointer
         try:
             self._resume(training, checkpointer, {self._done: self._expected[self._done]})
@@ -207,19 +207,19 @@ class TrainingScenario(Scenario):
         """The part of :meth:`check` that a new process does."""
         durable, begun = promised
         allowed = {n: self._expected[n] for n in range(durable, begun + 1)}
-        first, checkpointer = self._start(fs, seed=2)
+        first, checkpointer = self.start(fs, seed=2)
         if durable == 0:
             allowed[0] = first.snapshot()  # nothing to resume: untouched
         step = self._resume(first, checkpointer, allowed)
         if self._thorough:  # resuming once more, with nothing saved in between
             checkpointer.close()
-            first, checkpointer = self._start(fs, seed=2)
+            first, checkpointer = self.start(fs, seed=2)
             self._resume(first, checkpointer, {step: allowed[step]})
         self._train_and_save(first, checkpointer)
         saved = first.snapshot()  # before another training touches the global RNGs
         checkpointer.close()
         self._assert_tidy(fs)
-        second, checkpointer = self._start(fs, seed=3)
+        second, checkpointer = self.start(fs, seed=3)
         self._resume(second, checkpointer, {step + 1: saved})
         checkpointer.close()
 
@@ -233,7 +233,7 @@ class TrainingScenario(Scenario):
         parked = operation.op == "unlink" and PurePath(operation.path).parent.name == SLOTS_DIR
         return operation.op in ("reuse", "remove_dir") or parked
 
-    def _start(
+    def start(
         self, fs: FileSystem, *, seed: int, process: str = "other"
     ) -> tuple[TinyTraining, Checkpointer]:
         training = TinyTraining(seed, frozen=self._static)

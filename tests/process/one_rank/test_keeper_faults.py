@@ -38,7 +38,7 @@ from everstep.testing import inspect
 from tests.support.following import until
 from tests.support.keeper_process import PRELUDE, finish, start
 from tests.support.leftovers import MARK, processes_marked
-from tests.support.lost_keepers import keeper_of, stopped
+from tests.support.lost_keepers import keeper_of, remote_of, stopped
 from tests.support.serving import Place, die, serving
 from tests.support.world import (
     TIMEOUT_S,
@@ -309,8 +309,8 @@ def test_who_has_closed_finds_no_keeper(run_folder: Path) -> None:
     waiting: list[bool] = []
 
     def leave() -> None:
-        thread = inspect(ckpt).keepers._remote and inspect(ckpt).keepers._remote._reader
-        waiting.append(bool(thread and thread.is_alive()))
+        reads = "everstep-keeper-messages"
+        waiting.append(any(thread.name == reads for thread in threading.enumerate()))
 
     world = World()
     with serving(run_folder, registration=Place(release=leave)):
@@ -333,13 +333,11 @@ def test_a_trainer_notices_the_death_of_its_keeper_within_a_second(run_folder: P
     with opened(run_folder, world, on_failure="warn") as ckpt:
         ckpt.resume()
         while not took_s or (min(took_s) >= NOTICED_S and len(took_s) < TRIES):
-            remote = inspect(ckpt).keepers._remote
-            assert remote is not None
+            remote = remote_of(ckpt)
             os.kill(remote.pid, signal.SIGKILL)
             start_s = time.monotonic()
-            remote._reader.join(TIMEOUT_S)
+            until(lambda: inspect(ckpt).keepers.lost is not None, "the loss of the keeper")
             took_s.append(time.monotonic() - start_s)
-            assert remote.lost is not None
             world.train()
             with pytest.warns(RuntimeWarning, match="is gone"):
                 ckpt.step()
@@ -445,8 +443,7 @@ def test_a_keeper_that_says_nothing_is_reported_within_the_stated_time(run_folde
     with opened(run_folder, world, progress_timeout_s=TIMEOUT_S) as ckpt:
         saved(ckpt, world, snapshots)
         ckpt.wait()
-        keeper, remote = keeper_of(ckpt), inspect(ckpt).keepers._remote
-        assert remote is not None
+        keeper, remote = keeper_of(ckpt), remote_of(ckpt)
         assert remote.silence.timeout_s == TIMEOUT_S
         with stopped(keeper):
             saved(ckpt, world, snapshots)

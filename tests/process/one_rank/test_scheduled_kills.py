@@ -15,6 +15,7 @@ import everstep
 from everstep.seams.processes.processes import process_ended
 from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
+from tests.support.lost_keepers import noticed
 from tests.support.scheduled import Loop
 from tests.support.trainers import run_trainer, whole_lines
 from tests.support.world import TIMEOUT_S, inventory_of
@@ -160,7 +161,7 @@ def test_the_keeper_is_killed(run_folder: Path) -> None:
                 assert isinstance(keeper, RemoteKeeper)
                 os.kill(keeper.pid, signal.SIGKILL)
                 assert process_ended(keeper.pid, TIMEOUT_S)
-                keeper._reader.join(TIMEOUT_S)
+                noticed(ckpt)
                 with pytest.warns(RuntimeWarning, match="is gone"):
                     ckpt.step()
             else:

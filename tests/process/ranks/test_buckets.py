@@ -156,7 +156,7 @@ def with_hook(state: Any, hook: Any) -> Callable[[], tuple[Any, DDPBuckets]]:
 
 def rebuilt_otherwise() -> tuple[Any, DDPBuckets]:
     ddp, found = made()
-    buckets._rehearse(ddp, range(14))
+    buckets.rehearse(ddp, range(14))
     return ddp, found
 
 

@@ -80,7 +80,7 @@ options = {"every": 4, "on_failure": "warn", "progress_timeout_s": 30.0, **optio
 ckpt = everstep.Checkpointer(run, {"model": model, "optimizer": optimizer}, **options)
 recovery = ckpt.resume()
 say(resumed=recovery.step, base=recovery.base_step, replayed=recovery.replayed,
-    skipped=str(recovery.skipped), reads=[[one.rank, one.source] for one in recovery.reads])
+    skipped=str(recovery.skipped), source=recovery.source)
 for step in range(recovery.step + 1, 8):
     model(torch.randn(16, 32)).square().mean().backward()
     optimizer.step()
@@ -217,11 +217,11 @@ def test_two_neighbours_in_the_ring_are_lost_at_once(
         assert found == {at: expected[rank][at]["digest"] for at in range(step + 1, STEPS + 1)}
         if len(lost) == 2:
             assert f"the log of rank {lost[0]} ends before" in lines[0]["skipped"]
-    reads = dict(said[0][0]["reads"])
+    sources = {rank: lines[0]["source"] for rank, lines in enumerate(said)}
     if len(lost) == 2:
-        assert reads == dict.fromkeys(range(3), "memory") | {lost[0]: "copy", lost[1]: "peer"}
+        assert sources == dict.fromkeys(range(3), "memory") | {lost[0]: "copy", lost[1]: "peer"}
     else:
-        assert reads == {0: "peer", 1: "memory", 2: "memory"}
+        assert sources == {0: "peer", 1: "memory", 2: "memory"}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -285,7 +285,7 @@ def test_hosts_are_numbered_in_another_order(
     job.hosts = [1, 2, 0]
     for rank, lines in enumerate(job.to_the_end()):
         assert lines[0]["resumed"] == 4
-        assert {source for _, source in lines[0]["reads"]} == {"peer"}
+        assert lines[0]["source"] == "peer"
         assert lines[0]["digest"] == expected[rank][4]["digest"]
         found = {one["step"]: one["digest"] for one in lines if "step" in one}
         assert found == {at: expected[rank][at]["digest"] for at in (5, 6, 7)}
@@ -305,7 +305,7 @@ def test_a_lost_host_takes_what_is_left_of_replicas(
         assert lines[0]["resumed"] == 4
         assert lines[0]["whole"] == expected[0][4]["whole"]
         assert [one["step"] for one in lines if "step" in one] == [5, 6, 7]
-    assert said[1][0]["reads"] == [[0, "disk"], [1, "peer"], [2, "disk"]]
+    assert [lines[0]["source"] for lines in said] == ["disk", "peer", "disk"]
     assert len({lines[-1]["whole"] for lines in said}) == 1, "they train on together"
 
 
@@ -323,7 +323,7 @@ def test_a_lost_host_takes_its_shard_from_who_has_it_too(
     for rank, lines in enumerate(said):
         assert lines[0]["resumed"] == 4
         assert lines[0]["whole"] == expected[rank][4]["whole"]
-        assert [rank, "peer" if rank == lost else "disk"] in lines[0]["reads"]
+        assert lines[0]["source"] == ("peer" if rank == lost else "disk")
     assert len({lines[-1]["whole"] for lines in said}) == 1, "they train on together"
 
 
@@ -350,6 +350,6 @@ def test_a_disk_is_gone_and_the_keeper_beside_it_lives(
     shutil.rmtree(job.run(1))
     for rank, lines in enumerate(job.to_the_end()):
         assert lines[0]["resumed"] == 4
-        assert lines[0]["reads"] == [[0, "memory"], [1, "memory"]]
+        assert lines[0]["source"] == "memory"
         found = {one["step"]: one["digest"] for one in lines if "step" in one}
         assert found == {at: expected[rank][at]["digest"] for at in (5, 6, 7)}

@@ -491,25 +491,3 @@ def test_parts_of_an_optimizer_come_together(tmp_path: Path) -> None:
     training, recovery = alone(tmp_path / "new", "zero")
     assert recovery.step == 6
     assert training.whole() == whole_of(said, 6)
-
-
-# --- What if ------------------------------------------------------------------------------
-
-
-def test_replay_leaves_the_updates_of_a_step_out(
-    template: tuple[str, Path, Said], run: Path, tmp_path: Path
-) -> None:
-    """Without the last step's update, what optimizers own is as the step before left it."""
-    layout, _, said = template
-    found = document("replay", run, "--from", 3, "--to", 6, "--drop", 6, "--out", tmp_path / "new")
-    assert (found["exact"], found["base"]["step"], found["replayed"]) == (False, 3, 3)
-    names = {one["entry"] for one in found["changes"]}
-    assert names & {"model/up.weight", "model/net.up.weight"}
-    assert not any("running" in name for name in names)
-    training, recovery = alone(tmp_path / "new", layout)
-    assert (recovery.step, recovery.exact) == (6, False)
-    before, now = whole_of(said, 5), training.whole()
-    assert {n: now[n] for n in now if "slow" not in n} == {
-        n: before[n] for n in before if "slow" not in n
-    }, "what no optimizer trains is as it was logged"
-    assert document("replay", run, "--from", 3, "--to", 6)["changes"] == []

@@ -119,7 +119,7 @@ def test_another_method_goes_on(
     """Who writes and records what may be split otherwise then."""
     job = followed(made, tmp_path, kind, method=before)
     job.until_all_die(5)
-    job._options["method"] = after
+    job.options["method"] = after
     assert came_back(job, expected) == 5
 
 

@@ -127,7 +127,7 @@ def test_another_method_goes_on(
 ) -> None:
     job = followed(made, tmp_path, "zero", method=before)
     job.until_all_die(5)
-    job._options["method"] = after
+    job.options["method"] = after
     assert came_back(job, expected) == (5 if before != "gockpt" else 4)
 
 
@@ -151,6 +151,6 @@ def test_a_log_behind_a_base_that_was_split_otherwise_leads_on(
         program = log_processes.TRAINING
         patched.setattr(log_processes, "TRAINING", EARLIER + program)
         job.until_all_die(5)
-    job._options["method"] = after
+    job.options["method"] = after
     assert came_back(job, expected) == 5
     assert came_back(job, expected) == STEPS

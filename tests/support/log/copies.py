@@ -7,7 +7,7 @@ from typing import Any
 
 from everstep import LogOptions
 from everstep.format.header import ShardIdentity
-from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate
+from everstep.keeper.ship.courier import Courier
 from everstep.keeper.ship.log_copies import LogCopies, shrinking
 from everstep.seams import SystemClock
 from everstep.testing import inspect
@@ -24,11 +24,10 @@ def copy_log(one: RankTraining, tier: MemoryTier, ratio: float | None = None) ->
     """What the keeper of a rank would do."""
     keeper = inspect(one.ckpt).keepers.current
     assert keeper is not None
-    place = CopyPlace(tier, 1, ObjectRate(None, SystemClock()))
     identity = ShardIdentity(inspect(one.ckpt).run_id, 1, 0, 0, one.rank, 2, True)
     posted: list[Any] = []
     form = TierOptions("/place", log="adaptive", log_ratio=ratio) if ratio else PeerOptions()
-    courier = Courier(place, SystemClock(), posted.append)
+    courier = Courier(tier, 1, SystemClock(), posted.append)
     records: Any = keeper.records  # type: ignore[attr-defined]
     copies = LogCopies(courier, records, identity, batch_steps=1, lossy=shrinking(form))
     copies.flush()

@@ -14,9 +14,15 @@ from everstep.trainer.multistep.partition import Partitioner, Unit
 ARENA_BYTES = 1 << 40
 
 
-def options(parts: int | str = "auto", every: int | None = 100, held_steps: int = 1) -> Options:
+def options(
+    parts: int | str = "auto", every: int | None = 100, held_steps: int = 1, **about: Any
+) -> Options:
     method = everstep.Method(
-        base="multistep", parts=parts, overlap_forward=held_steps > 1, held_steps=held_steps
+        base="multistep",
+        parts=parts,
+        overlap_forward=held_steps > 1,
+        held_steps=held_steps,
+        **about,
     )
     return validate_options(
         method=method,

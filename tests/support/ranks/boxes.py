@@ -45,18 +45,18 @@ class Box:
     lost: Callable[[Message], bool]
 
     def __post_init__(self) -> None:
-        self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def open(self, session: str, rank: int, peers: Sequence[tuple[str, int]]) -> None: ...
 
     def send(self, rank: int, message: bytes) -> None:
         assert rank != self.rank, "a mailbox leads to the others"
         if not self.lost(decode_message(message).message):
-            self.boxes[rank]._arrived.put(message)
+            self.boxes[rank].arrived.put(message)
 
     def receive(self, timeout_s: float) -> bytes | None:
         try:
-            return self._arrived.get(timeout=timeout_s)
+            return self.arrived.get(timeout=timeout_s)
         except queue.Empty:
             return None
 

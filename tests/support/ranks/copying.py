@@ -13,12 +13,13 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
-from everstep.keeper.ship.courier import ROOT, CopyPlace, Courier, ObjectRate
+from everstep.keeper.ship.courier import ROOT, Courier
 from everstep.restore.load.load import check_contents
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.progress import silent
+from everstep.testing.conformance import walk
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
@@ -92,9 +93,10 @@ class Job:
         clock = more.pop("clock", ManualClock())
 
         def group(rank: int) -> tuple[Courier, CopyGroup]:
-            rate = more.get("rate") or ObjectRate(None, clock)
-            place = CopyPlace((tiers or {}).get(rank, tier), timeline, rate)
-            courier = Courier(place, clock, lambda error: self.posted.append((rank, error)))
+            mine = (tiers or {}).get(rank, tier)
+            courier = Courier(
+                mine, timeline, clock, lambda error: self.posted.append((rank, error))
+            )
             others = _Others(self, rank)
             return courier, CopyGroup(others, clock, 0, rank, self.world, timeout_s=5.0)
 
@@ -134,7 +136,7 @@ class Job:
 
 
 def names_in(tier: Tier) -> list[str]:
-    return [item.name for item in tier.walk()]
+    return [item.name for item in walk(tier)]
 
 
 def usable(tier: Tier) -> list[int]:

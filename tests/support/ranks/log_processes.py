@@ -115,13 +115,13 @@ class LogJob(Job):
 
     def __init__(self, folder: Path, kind: str, **options: Any) -> None:
         super().__init__(folder, **{"method": "logged", "every": 5, **options})
-        self._kind = kind
+        self.kind = kind
 
     def start(self, *environments: dict[str, str]) -> list[Trainer]:
         self._starts += 1
         meet = str(self._folder / f"meet-{self._starts}")
         found = environments or ({},) * self.world
-        about = str(self.run), json.dumps(self._options), self._kind
+        about = str(self.run), json.dumps(self.options), self.kind
         return [
             start_trainer(TRAINING, *about, str(rank), meet, str(self.world), **found[rank])
             for rank in range(self.world)
@@ -147,7 +147,7 @@ def undisturbed(kind: str, folder: Path) -> list[dict[int, str]]:
 def came_back(job: LogJob, expected: list[dict[int, str]]) -> int:
     """The step to which all ranks came back, to go on from it bit for bit."""
     said = job.to_the_end()
-    if job._kind.startswith("ddp"):
+    if job.kind.startswith("ddp"):
         for line in zip(*said, strict=True):
             assert len({one.get("shared") for one in line}) == 1, "replicas are the same everywhere"
     return check(said, expected)[0]

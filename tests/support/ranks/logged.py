@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import everstep
-from everstep import checkpointer
 from everstep.compress import Compressor
 from everstep.compress.ddp import DDPCompression, compressed_mean
 from everstep.format.writer import ChunkRing
@@ -30,6 +29,7 @@ from everstep.state.layout.entries import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
 from everstep.testing import inspect
 from tests.support.ranks import compressed as ranks
+from tests.support.world import forget_open_runs
 
 __all__ = ["CASES", "DIES", "QUICK", "RELAID", "STEPS", "WORLD", "main"]
 
@@ -239,7 +239,7 @@ def _opened(run: Path, training: Training) -> Iterator[everstep.Checkpointer]:
         keeper=everstep.KeeperOptions(process=False),
         progress_timeout_s=_HANGS_S,
     )
-    checkpointer._live.clear()
+    forget_open_runs()
     yield ckpt
     ckpt.wait(_HANGS_S)  # and dies: no base at the end
     recorder, keeper = inspect(ckpt).recorder, inspect(ckpt).keepers.current

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 from everstep.errors import AuditError
 from everstep.testing import inspect
 from everstep.trainer.multistep.held_gradients import GradientCheck
+from tests.support.lost_keepers import noticed
 
 __all__ = ["LAYOUTS", "MORE", "Layout", "Training", "main"]
 
@@ -479,7 +480,7 @@ def _do_at(step: int, ckpt: Any) -> None:
         inspect(ckpt).state.coverage.descends_exactly = False
     elif found == "kill":  # its keeper, and training hears of it
         os.kill(inspect(ckpt).keeper.pid, signal.SIGKILL)
-        inspect(ckpt).keeper._reader.join(_HANGS_S)
+        noticed(ckpt)
     elif found == "lose":  # a base, and training hears of it
         if (
             last := inspect(ckpt).multistep.last
@@ -550,7 +551,7 @@ def main() -> None:
         ckpt.close()
         stats = ckpt.stats()
         over_steps = None if stats.multistep is None else asdict(stats.multistep)
-        taken = {"committed": stats.committed, "captured": inspect(ckpt).saver._captures}
+        taken = {"committed": stats.committed, "captured": inspect(ckpt).captured}
         say(**taken, multistep=over_steps)
     if world > 1:
         distributed.destroy_process_group()

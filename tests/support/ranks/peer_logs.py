@@ -13,7 +13,7 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.segment_queue import SegmentQueue
-from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate, pace_s
+from everstep.keeper.ship.courier import Courier
 from everstep.keeper.ship.log_copies import LogCopies
 from everstep.keeper.ship.senders import CopyStats, LogSender
 from everstep.restore.fetch.held import PeerLog, pack_steps
@@ -158,23 +158,20 @@ RUN = PurePath("/run")
 class Copying:
     """Copies of the log of rank 1 of two, in no thread of their own."""
 
-    def __init__(self, tier: Tier | None = None, *, cap: int | None = None, **more: Any) -> None:
+    def __init__(self, tier: Tier | None = None, **more: Any) -> None:
         self.tier = tier or MemoryTier()
         self.clock = ManualClock()
         self.posted: list[EverstepError] = []
         self.log = Log()
-        self.rate = ObjectRate(cap, self.clock)
-        self.pace_s = pace_s(cap)
         self.copies = self.again(self.tier, **{"batch_steps": 2, **more})
 
     def again(
         self, tier: Tier, *, identity: ShardIdentity = IDENTITY, log: Log | None = None, **more: Any
     ) -> LogCopies:
         """Another keeper copies this log, or another one, to a place."""
-        place = CopyPlace(tier, identity.timeline, self.rate)
-        courier = Courier(place, self.clock, self.posted.append, retry_s=max(5.0, self.pace_s))
+        courier = Courier(tier, identity.timeline, self.clock, self.posted.append, retry_s=5.0)
         store = (log or self.log).store
-        return LogCopies(courier, store, identity, pace_s=self.pace_s, **more)
+        return LogCopies(courier, store, identity, **more)
 
     @property
     def stats(self) -> CopyStats:

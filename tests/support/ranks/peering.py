@@ -114,16 +114,16 @@ class Ring:
         self.said: list[tuple[int, int, Message]] = []
         self._nodes, self._rate, self._timeout_s = tuple(nodes), bytes_per_s, timeout_s
         self._on_way: deque[tuple[int, int, bytes]] = deque()
-        self.ranks = [self._make(rank) for rank in range(self.world)]
+        self.ranks = [self.make(rank) for rank in range(self.world)]
 
-    def _make(self, rank: int, recovered: BaseId | None = None) -> PeerExchange:
+    def make(self, rank: int, recovered: BaseId | None = None) -> PeerExchange:
         disks = tuple(map(str, range(self.world)))
         job_session = JobSession("s", rank, disks, (), recovered, nodes=self._nodes)
         self.stores[rank].new_start(BOUND_BYTES, job_session.sources, recovered)
         link = PeerLink(
             job_session,
             self.clock,
-            lambda to, message: self._send(rank, to, message),
+            lambda to, message: self.send(rank, to, message),
             self.notices[rank].append,
             timeout_s=self._timeout_s,
         )
@@ -139,7 +139,7 @@ class Ring:
     def replace(self, rank: int) -> None:
         """Another keeper, with nothing in memory."""
         self.stores[rank] = PeerBaseStore()
-        self.ranks[rank] = self._make(rank)
+        self.ranks[rank] = self.make(rank)
 
     def take(self, base: BaseId, *, size_bytes: int = 3000) -> None:
         """A base becomes durable on all ranks; rank 0 hears of it first."""
@@ -156,7 +156,7 @@ class Ring:
                     one.turn(0.0)
                 if not self._on_way:
                     break
-                self._deliver()
+                self.deliver()
             self.clock.advance(tick_s)
 
     def held(self, rank: int) -> list[tuple[int, int]]:
@@ -166,12 +166,12 @@ class Ring:
         found = self.bases.get((rank, base))
         return None if found is None else (found, record_of(base.timeline).encode())
 
-    def _send(self, sender: int, to: int, message: Message) -> None:
+    def send(self, sender: int, to: int, message: Message) -> None:
         self.said.append((sender, to, message))
         if not self.lost(sender, to, message):
             self._on_way.append((sender, to, encode_message(Envelope("s", sender, message))))
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         for _ in range(len(self._on_way)):
             sender, to, data = self._on_way.popleft()
             message = decode_message(data).message
@@ -200,9 +200,9 @@ class SlowRing(Ring):
         self._free_s += seconds
         self._link = deque((due_s + seconds, one) for due_s, one in self._link)
 
-    def _send(self, sender: int, to: int, message: Message) -> None:
+    def send(self, sender: int, to: int, message: Message) -> None:
         if to != self._slow or sender == to:
-            super()._send(sender, to, message)
+            super().send(sender, to, message)
             return
         data = encode_message(Envelope("s", sender, message))
         self._free_s = max(self._free_s, self.clock.monotonic_s()) + len(data) / self._link_rate
@@ -210,7 +210,7 @@ class SlowRing(Ring):
         on_way_bytes = sum(len(one[2]) for _, one in self._link)
         self.most_on_way_bytes = max(self.most_on_way_bytes, on_way_bytes)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         while self._link and self._link[0][0] <= self.clock.monotonic_s():
             _, one = self._link.popleft()
             message = decode_message(one[2]).message
@@ -218,9 +218,9 @@ class SlowRing(Ring):
                 len(message.data) if isinstance(message, PeerCopyChunk | PeerLogChunk) else 0
             )
             self._on_way.append(one)
-        super()._deliver()
+        super().deliver()
 
     def run(self, seconds: float = 1.0, *, tick_s: float = 0.1) -> None:
         for _ in range(max(1, round(seconds / tick_s))):
-            self._deliver()
+            self.deliver()
             super().run(tick_s, tick_s=tick_s)

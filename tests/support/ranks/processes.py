@@ -71,8 +71,7 @@ recovery = ckpt.resume()
 deadly = os.environ.pop("EVERSTEP_FAILPOINTS", "")  # keepers that are started later live on
 armed = {info.pid for info in list_keepers() if (info.run, info.rank) == (run, rank)}
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, digest=digest(),
-    shared=shared(), notes=recovery.notes, source=recovery.source,
-    reads=[[one.rank, one.source, one.size_bytes] for one in recovery.reads])
+    shared=shared(), notes=recovery.notes, source=recovery.source)
 for step in range(recovery.step + 1, 8):
     model(torch.randn(16, 32)).square().mean().backward()
     optimizer.step()
@@ -103,13 +102,13 @@ class Job:
     def __init__(self, folder: Path, *, world: int = WORLD, **options: Any) -> None:
         self.run = folder / "run"
         self.world = world
-        self._folder, self._options, self._starts = folder, options, 0
+        self._folder, self.options, self._starts = folder, options, 0
 
     def start(self, *environments: dict[str, str]) -> list[Trainer]:
         self._starts += 1
         meet = str(self._folder / f"meet-{self._starts}")
         found = environments or ({},) * self.world
-        about = str(self.run), json.dumps(self._options)
+        about = str(self.run), json.dumps(self.options)
         return [
             start_trainer(TRAINING, *about, str(rank), meet, str(self.world), **found[rank])
             for rank in range(self.world)

@@ -109,7 +109,7 @@ def came_back(job: LogJob, expected: Steps) -> int:
     has captured no base but the first."""
     said = job.to_the_end()
     step = check(said, expected)[0]
-    if job._options["method"] == "lowdiff_plus":
+    if job.options["method"] == "lowdiff_plus":
         assert [lines[-1]["captured"] for lines in said] == [int(step < STEPS)] * WORLD
     return step
 

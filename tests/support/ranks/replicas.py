@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import everstep
-from everstep import checkpointer
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
 from everstep.run.segments import read_segment, scan_log
@@ -22,6 +21,7 @@ from everstep.state.ranks import ddp
 from everstep.testing import inspect
 from tests.support.ranks.logs import ON_DISK, die
 from tests.support.ranks.together import on_all, rank_seams
+from tests.support.world import forget_open_runs
 
 FS = PosixFileSystem()
 
@@ -98,7 +98,7 @@ def replicas(
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         state = {"model": model, "optimizer": optimizer, "data": {"step": 0}}
         ckpt = everstep.Checkpointer(paths[rank], state, seams=seams[rank], **about)
-        checkpointer._live.clear()
+        forget_open_runs()
         return Replica(ckpt, model, state, optimizer)
 
     ranks = on_all(*(lambda rank=rank: start(rank) for rank in range(world)))  # type: ignore[misc]

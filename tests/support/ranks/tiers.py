@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import everstep
 from everstep.tiers.memory import MemoryTier
 from tests.support.ranks.copying import Job
 from tests.support.ranks.together import resume, train, trainings
@@ -48,8 +47,3 @@ def fill(store: MemoryTier, apart: list[Path], folder: Path, *steps: int) -> Non
 
 def started(*runs: Path, **options: Any) -> Any:
     return trainings(*runs, **{"tiers": ["/copies"], **options})
-
-
-def sources(recovery: everstep.Recovery) -> list[tuple[int, str]]:
-    assert all(one.size_bytes for one in recovery.reads)
-    return [(one.rank, one.source) for one in recovery.reads]

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import everstep
-from everstep import checkpointer
 from everstep.errors import DeadlineError
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, Seams
+from tests.support.world import forget_open_runs
 
 __all__ = ["RankTraining", "ThreadGroup", "on_all", "rank_seams", "trained", "trainings"]
 
@@ -169,7 +169,7 @@ def trainings(
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         state = {"model": model, "optimizer": optimizer, "data": {"step": 0}, **parts(rank)}
         ckpt = everstep.Checkpointer(paths[rank], state, seams=seams[rank], **options)
-        checkpointer._live.clear()  # another start of the job is another process
+        forget_open_runs()  # another start of the job is another process
         return RankTraining(rank, ckpt, model, state, optimizer)
 
     ranks = on_all(*(lambda rank=rank: start(rank) for rank in range(world)))  # type: ignore[misc]

@@ -225,7 +225,7 @@ def test_a_log_is_on_disk_where_no_keeper_survives(tmp_path: Path) -> None:
     lane = made("lazy", tmp_path, loop, link_bytes_per_s=1e9).seams().lane()
     assert isinstance(lane, EmulatedLink)
     lane.close()
-    setting = crash._setting(CrashOptions(link_bytes_per_s=1e9), "logged", 3)
+    setting = crash.setting_of(CrashOptions(link_bytes_per_s=1e9), "logged", 3)
     assert (setting.log_on_disk, setting.link_bytes_per_s) == (True, 1e9)
 
 

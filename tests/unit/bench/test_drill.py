@@ -586,7 +586,7 @@ def begun(agents: Agents, tmp_path: Path) -> Iterator[Callable[..., Start]]:
 
     yield begin
     for start in made:
-        for agent in start._agents:
+        for agent in start.agents:
             agent.kill()
         start.end()
 
@@ -633,7 +633,7 @@ def test_of_several_that_fail_the_one_is_named_that_began(
 ) -> None:
     agents.program = ("false",)
     start = begun()
-    for agent in start._agents:
+    for agent in start.agents:
         agent.wait(TIMEOUT_S)
     with pytest.raises(DrillError, match="rank 0 has ended with status 1"):
         start.follow(lambda: False)

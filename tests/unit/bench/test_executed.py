@@ -63,9 +63,9 @@ def test_plans_are_carried_out_and_captures_compared(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_capture_that_differs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = executed._contents
+    real = executed.contents_of
     monkeypatch.setattr(
-        executed, "_contents", lambda held: ((name, data[:-1]) for name, data in real(held))
+        executed, "contents_of", lambda held: ((name, data[:-1]) for name, data in real(held))
     )
     report = run_executed(dataclasses.replace(TINY, folder=tmp_path), Nowhere())
     assert all(row.torn == row.compared > 0 for row in report.rows)

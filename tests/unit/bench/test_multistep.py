@@ -145,11 +145,11 @@ def test_every_trained_parameter_moves_and_no_other() -> None:
 def test_steps_are_as_long_as_was_asked_for_and_that_must_be_possible() -> None:
     with seeded_single_thread(1):
         training = TimedTraining(1_000_000, 1 / 3, 0.2, layers=24, seed=1)
-        assert min(training._forward_s, training._backward_s) > 0
+        assert min(training.forward_s, training.backward_s) > 0
         step = training.step()
-        assert step.forward_s >= training._forward_s  # by the clock, whatever else goes on
-        assert step.backward_s >= training._backward_s
-        assert training._forward_s + training._backward_s < 0.2
+        assert step.forward_s >= training.forward_s  # by the clock, whatever else goes on
+        assert step.backward_s >= training.backward_s
+        assert training.forward_s + training.backward_s < 0.2
         with pytest.raises(OptionError, match="without any compute"):
             TimedTraining(1_000_000, 1 / 3, 1e-6, layers=24, seed=1)
 

@@ -91,7 +91,7 @@ def test_parts_and_gradients_of_a_base_over_several_steps_are_told_apart(tmp_pat
     before = os.sched_getaffinity(0)
     loop = Loop(StallOptions(params=200_000))
     arm: Any = Ours("gockpt_o", loop, tmp_path, Placement(free_core=True), StallOptions())
-    arm._method = Method(base="multistep", parts=3, overlap_forward=True)
+    arm.method = Method(base="multistep", parts=3, overlap_forward=True)
     try:
         arm.open()
         loop.step()
@@ -140,6 +140,10 @@ class Saving(Arm):
         if not self.left and self.pending is not None:
             self.pending.finish()
 
+    def held_up(self, **seconds: float) -> None:
+        for cause, held_s in seconds.items():
+            self._stalls[cause] += held_s
+
     def copies(self) -> tuple[Copied, ...]:
         return (Copied(1.0, 2.0, 3, False),)
 
@@ -154,8 +158,7 @@ def test_what_is_captured_within_steps_counts_once() -> None:
 
     def step() -> Step:
         begin_s = time.monotonic()
-        arm._stalls["capture"] += 0.5
-        arm._stalls["gradients"] += 0.25
+        arm.held_up(capture=0.5, gradients=0.25)
         return Step(begin_s, time.monotonic())
 
     loop: Any = SimpleNamespace(step=step)

@@ -36,7 +36,7 @@ from everstep_bench.harness.loop import Loop, Step
 from everstep_bench.harness.placement import Placement, descendants
 from everstep_bench.harness.session import Session
 from everstep_bench.options import StallOptions
-from everstep_bench.stall import peers, run
+from everstep_bench.stall import ours, peers, run
 from everstep_bench.stall.arms import CAUSES, Arm, Pending
 from everstep_bench.stall.ours import Ours
 from everstep_bench.stall.peers import Saves, SavingArm
@@ -401,7 +401,9 @@ def test_an_arm_is_closed_when_its_keeper_has_ended(
 ) -> None:
     arm: Any = Ours("lazy", loop, tmp_path, Placement(free_core=True), StallOptions())
     told: list[Any] = []
-    arm._checkpointer = SimpleNamespace(close=lambda: told.append("close"))
+    closing = SimpleNamespace(close=lambda: told.append("close"))
+    monkeypatch.setattr(ours, "Checkpointer", lambda *_, **__: closing)
+    arm.open()
     monkeypatch.setattr(arm, "processes", lambda: [77])
     monkeypatch.setattr(running, "process_ended", lambda pid, _: told.append(pid) or True)
     arm.close()
@@ -415,7 +417,7 @@ def test_a_link_is_in_every_arm_of_ours_and_in_its_words(loop: Loop, tmp_path: P
     options = StallOptions(link_bytes_per_s=2e9)
     for name in ("sync", "async", "checkfreq", "lazy", "gockpt", "gockpt_o-held"):
         arm: Any = Ours(name, loop, tmp_path, Placement(free_core=True), options)
-        lane = arm._seams.lane()
+        lane = arm.seams.lane()
         assert isinstance(lane, EmulatedLink)
         lane.close()
         assert "EMULATED link of 2 GB/s" in arm.detail

@@ -106,21 +106,22 @@ def test_arms_of_ours_take_memory_and_end_their_keepers(tmp_path: Path, arm: str
     if why := missing(arm):
         pytest.skip(why)
     turns = Turns(Silent(), 1)
-    bench = rounds.Bench(loop_of(), tmp_path, Placement(free_core=True), turns)
+    loop, placement = loop_of(), Placement(free_core=True)
+    bench = rounds.Bench(loop, tmp_path, placement, turns)
     every = 1 if arm == "lazy" else 4
     row = Row(arm, setting=setting(arm, every))
     block = bench.block(row)
     assert (block.steps, block.wall_s > 0) == (4, True)
     assert block.memory_bytes is not None
     assert block.written_bytes is None or block.written_bytes > 0
-    size_bytes = bench._loop.size_bytes
+    size_bytes = loop.size_bytes
     if arm == "lazy":
         assert block.memory_bytes == 4 * size_bytes
     elif arm == "lowdiff":  # a base, and a fraction of gradients
         assert size_bytes < block.memory_bytes < 1.5 * size_bytes
     assert f'method="{arm}", every={every}' in row.detail
     assert not list(tmp_path.iterdir())
-    assert Ours(row.setting, bench._loop, tmp_path / "1", bench._placement).processes() == []
+    assert Ours(row.setting, loop, tmp_path / "1", placement).processes() == []
 
 
 def test_a_preset_that_is_not_there_is_said() -> None:
@@ -332,13 +333,13 @@ def test_an_arm_copies_its_bases_to_tiers(tmp_path: Path, monkeypatch: pytest.Mo
     for place in places:
         place.mkdir()
     copied: list[int] = []
-    emptied = arms._empty
+    emptied = arms.empty_place
 
     def empty(place: str, seams: Any) -> None:
         copied.append(len(list(Path(place).rglob("manifest.json"))))
         emptied(place, seams)
 
-    monkeypatch.setattr(arms, "_empty", empty)
+    monkeypatch.setattr(arms, "empty_place", empty)
     options = FrequencyOptions(
         params=100_000, batch=1, repeats=1, every_max=1, within=0.999, folder=tmp_path,
         arms=("torch.save", "lazy"), tiers=tuple(map(str, places)),

@@ -425,7 +425,7 @@ def test_what_is_written_while_it_arrives_is_what_arrived(
 def test_whole_chunks_go_out_before_the_rest_is_there(small_chunks: ChunkRing) -> None:
     """That is what streaming is for."""
     plan = planned([("U8", 8192 * 4)], 9, {})
-    base = Arriving(plan, [], {}, first=set())
+    base = Arriving(plan, [8192 + 10, *([0] * 30), 8192 * 3], {}, first=set())
     reached: list[int] = []
 
     class Watched(MemoryWriteFile):
@@ -433,7 +433,6 @@ def test_whole_chunks_go_out_before_the_rest_is_there(small_chunks: ChunkRing) -
             reached.append(base.copied)
             super().write(data, offset)
 
-    base._steps = iter([8192 + 10, *([0] * 30), 8192 * 3])
     (body,) = base.capture().bodies(base.arena)
     write_shard(
         Watched(),
@@ -462,7 +461,7 @@ def test_what_is_lost_on_the_way_ends_the_writing(when: str, small_chunks: Chunk
             base.incoming.arrived({})  # of no effect any more
         return {"before": 0, "between": 8192 + 1, "objects": 8192 * 4}[when]
 
-    base.incoming._progress = progress
+    base.incoming = Incoming(progress, timeout_s=TIMEOUT_S)
     (body,) = base.capture().bodies(base.arena)
     file = MemoryWriteFile()
     with pytest.raises(KeeperError) as caught:

@@ -5,6 +5,7 @@ play notices."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import random
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +56,16 @@ from everstep.state.values.tensors import tensor_entry
 from everstep.testing import inspect
 from tests.support import cuda_world
 from tests.support.cuda_world import GPU, World, restored
-from tests.support.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
+from tests.support.fakecuda import (
+    POISON,
+    FakeCuda,
+    FakeEvent,
+    FakeHost,
+    FakeThreads,
+    Token,
+    cuda_device,
+)
+from tests.support.inside import planted
 from tests.support.world import TIMEOUT_S, opened
 
 played = cuda_world.played  # the fixture
@@ -294,14 +305,17 @@ def gate_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_wait_for_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
-    behind_current = CudaLane._behind_current
+    def plant(behind_current: Any) -> Any:
+        def behind_nothing(*args: Any, **options: Any) -> Any:
+            found = behind_current(*args, **options)
+            return {  # recorded: nobody waits for it
+                device: (stream, FakeEvent(stream.cuda, blocking=True))
+                for device, (stream, _) in found.items()
+            }
 
-    def behind_nothing(lane: CudaLane, *args: Any, **options: Any) -> Any:
-        found = behind_current(lane, *args, **options)
-        never = FakeEvent(cuda_module._cuda, blocking=True)  # recorded: nobody waits for it
-        return {device: (stream, never) for device, (stream, _) in found.items()}
+        return behind_nothing
 
-    monkeypatch.setattr(CudaLane, "_behind_current", behind_nothing)
+    planted.replace(monkeypatch, CudaLane, "_behind_current", plant)
 
 
 def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,18 +331,21 @@ def progress_before_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def marks_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    submit = CudaLane._submit
+    def plant(submit: Any) -> Any:
+        def forgetful(lane: CudaLane, *args: Any, **options: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(lane, "_begun", list)
+                return submit(lane, *args, **options)
 
-    def forgetful(lane: CudaLane, *args: Any, **options: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lane, "_begun", list)
-            return submit(lane, *args, **options)
+        return forgetful
 
-    monkeypatch.setattr(CudaLane, "_submit", forgetful)
+    planted.replace(monkeypatch, CudaLane, "_submit", plant)
 
 
 def jobs_not_behind_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaLane, "run", lambda lane, job: lane._host.run(job))
+    planted.replace(
+        monkeypatch, CudaLane, "run", lambda real: lambda self, job: self._host.run(job)
+    )
 
 
 def copies_over_edges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +417,7 @@ def losing_host(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     def fails(batch: Batch, block: torch.Tensor) -> None:
         raise OSError("lost")
 
-    monkeypatch.setattr(host, "_copy", fails)
+    monkeypatch.setattr(host, "copy_batch", fails)
     return host
 
 
@@ -433,9 +450,14 @@ def test_the_gate_waits_for_no_more_than_it_must(
     assert transfer.gate(0, 0.0)
     assert not isinstance(stream.queue[-1], Token)
     assert transfer.gate(250, TIMEOUT_S)
-    waits = [transfer._reached()[n][1].token for n in (2, 1)]
-    assert stream.queue[-1] is waits[0]
-    assert cuda.current_stream(cuda_device(1)).queue[-1] is waits[1]
+    other = cuda.current_stream(cuda_device(1))
+    for waits, copied in ((stream, [0, 0, 2, 0, 0, 0]), (other, [0, 1, 2, 0, 0, 0])):
+        token = waits.queue[-1]
+        assert isinstance(token, Token)
+        there = [one for one in cuda.streams if one.device == waits.device]
+        while not token.reached:
+            next(one for one in there if one.may_run).run_one()
+        assert block[:600:100].tolist() == copied
     lane.close()
 
 
@@ -512,7 +534,7 @@ def test_what_could_not_be_copied_is_not_kept(
         except MemoryError as error:
             raise OutOfSpaceError("the GPU has no 100 bytes left") from error
 
-    monkeypatch.setattr(cuda_module, "_packed", full)
+    monkeypatch.setattr(cuda_module, "packed", full)
     lane, block = CudaLane(FakeHost(cuda)), block_of()
     gradient, turned = on_device(cuda, 1), on_device(cuda, 2)
     kept = [weakref.ref(gradient), weakref.ref(turned)]
@@ -550,14 +572,14 @@ def test_an_interrupt_behind_the_handing_over(
 ) -> None:
     """The copies are made, and nobody has them: their memory is not given away before."""
     lane, block = CudaLane(FakeHost(cuda)), block_of()
-    thread = lane._issuer._thread
+    submit = FakeThreads.submit
 
-    def interrupted(work: Callable[[], Any]) -> Any:
-        thread.submit(work)
+    def interrupted(thread: FakeThreads, work: Callable[[], Any]) -> Any:
+        submit(thread, work)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lane._issuer, "_thread", SimpleNamespace(submit=interrupted))
+        patch.setattr(FakeThreads, "submit", interrupted)
         patch.setattr(Future, "cancel", lambda future: False)  # it has begun
         with pytest.raises(KeyboardInterrupt):
             lane.submit(batches_of(on_device(cuda, 1)), block, lambda end: None)
@@ -574,12 +596,12 @@ def test_an_interrupt_before_the_handing_over(
     lane, block = CudaLane(FakeHost(cuda)), block_of()
     late: list[Callable[[], Any]] = []
 
-    def interrupted(work: Callable[[], Any]) -> Any:
+    def interrupted(thread: FakeThreads, work: Callable[[], Any]) -> Any:
         late.append(work)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lane._issuer, "_thread", SimpleNamespace(submit=interrupted))
+        patch.setattr(FakeThreads, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             lane.submit(batches_of(on_device(cuda, 1)), block, lambda end: None)
     ran: list[int] = []
@@ -652,7 +674,7 @@ def test_a_job_is_behind_copies_that_were_enqueued_before_one_failed(
     def full(batch: Batch) -> torch.Tensor:
         raise OutOfSpaceError("the GPU has no 100 bytes left")
 
-    monkeypatch.setattr(cuda_module, "_packed", full)
+    monkeypatch.setattr(cuda_module, "packed", full)
     copies = [*batches_of(weight, weight), Batch(200, 300, (), turned)]
     transfer = lane.submit(copies, block, lambda end: None)
     seen: list[int] = []
@@ -701,9 +723,9 @@ def test_marks_that_are_too_much_hold_the_device_back(
     monkeypatch.setattr(cuda_module, "_DUPLICATES_BYTES_MAX", room)
     lane, block = CudaLane(FakeHost(cuda)), block_of()
     tensors = [on_device(cuda, n + 1) for n in range(3)]
-    before = len(cuda._allocations)
+    before = len(cuda.allocations)
     lane.copy_now(batches_of(*tensors), block)
-    assert len(cuda._allocations) - before == room // 100
+    assert len(cuda.allocations) - before == room // 100
     for tensor in tensors:
         cuda.later(tensor, torch.zeros(100, dtype=torch.uint8))
     lane.submit((), block, lambda end: None)
@@ -717,7 +739,7 @@ def test_marks_without_memory_for_duplicates(
     def full(batch: Batch) -> torch.Tensor:
         raise OutOfSpaceError("the GPU has no 100 bytes left")
 
-    monkeypatch.setattr(cuda_module, "_packed", full)
+    monkeypatch.setattr(cuda_module, "packed", full)
     lane, block = CudaLane(FakeHost(cuda)), block_of()
     tensor = on_device(cuda, 1)
     lane.copy_now(batches_of(tensor), block)
@@ -734,7 +756,7 @@ def test_a_full_device_is_an_error_that_says_how_much(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "cat", full)
     parts = (torch.ones(8, dtype=torch.uint8), torch.ones(9, dtype=torch.uint8))
     with pytest.raises(OutOfSpaceError, match="the GPU has no 17 bytes of free memory"):
-        cuda_module._packed(Batch(0, 17, parts))
+        cuda_module.packed(Batch(0, 17, parts))
 
 
 FORMS: dict[str, Callable[[], torch.Tensor]] = {
@@ -750,7 +772,7 @@ FORMS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_packed_is_row_major_and_no_view(form: str) -> None:
     tensor = FORMS[form]()
-    packed = cuda_module._packed(Batch(0, tensor.nbytes, (), tensor))
+    packed = cuda_module.packed(Batch(0, tensor.nbytes, (), tensor))
     wanted = tensor.detach().resolve_conj().resolve_neg().contiguous()
     assert packed.numpy().tobytes() == wanted.numpy().tobytes()
     assert packed.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
@@ -759,7 +781,7 @@ def test_what_is_packed_is_row_major_and_no_view(form: str) -> None:
 
 def test_a_duplicate_of_one_tensor_is_no_view() -> None:
     tensor = torch.arange(9, dtype=torch.uint8)
-    packed = cuda_module._packed(Batch(0, 9, (tensor,)))
+    packed = cuda_module.packed(Batch(0, 9, (tensor,)))
     assert packed.data_ptr() != tensor.data_ptr()
     assert packed.equal(tensor)
 
@@ -851,12 +873,12 @@ def test_nobody_waits_long_for_memory_to_be_pinned(
 def test_what_is_ready_is_told_from_the_beginning(cuda: FakeCuda) -> None:
     lane, whole, there = CudaLane(FakeHost(cuda)), block_of(9), [on_device(cuda, 1)]
     assert lane.ready_bytes(there, whole) == 0
-    pinned = lane._pinned_of(whole, GPU)
-    assert lane.ready_bytes(there, whole) == 0
-    pinned.pin(whole[2 * PAGE : 4 * PAGE])
-    assert lane.ready_bytes(there, whole) == 0
-    pinned.pin(whole[: PAGE + 1])
-    assert lane.ready_bytes(there, whole) == 4 * PAGE
+    for pinned, ready in ((whole[2 * PAGE : 4 * PAGE], 0), (whole[: PAGE + 1], 4 * PAGE)):
+        registered = len(cuda.registered) + 1
+        lane.warm(there, pinned)
+        assert lane.ready_bytes(there, whole) == 0
+        cuda.run_until(partial(lambda wanted: len(cuda.registered) == wanted, registered))
+        assert lane.ready_bytes(there, whole) == ready
     assert lane.ready_bytes(there, whole[PAGE : 3 * PAGE]) == 2 * PAGE
     assert lane.ready_bytes(there, whole[5 * PAGE :]) == 0
     assert lane.ready_bytes(there, block_of(9)) == 0, "of another arena"
@@ -872,7 +894,8 @@ def test_the_lane_does_other_things_while_memory_is_made_ready(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slices_of(PAGE, monkeypatch)
-    lane, whole, there = CudaLane(FakeHost(cuda)), block_of(20), [on_device(cuda, 1)]
+    host, whole, there = FakeHost(cuda), block_of(20), [on_device(cuda, 1)]
+    lane = CudaLane(host)
     lane.warm(there, whole)
     ready: list[int] = []
     over = lane.run(lambda: ready.append(lane.ready_bytes(there, whole)))
@@ -880,7 +903,7 @@ def test_the_lane_does_other_things_while_memory_is_made_ready(
     assert ready == [PAGE]
     lane.warm(there, whole)  # which is under way
     lane.warm(there, whole[: 9 * PAGE])
-    assert len(lane._host._threads._jobs) == 1
+    assert host.waiting == 1
     lane.leave()
     left = lane.run(lambda: None)
     cuda.run_until(left.done)
@@ -979,7 +1002,7 @@ def test_memory_is_pinned_before_it_is_needed(cuda: FakeCuda) -> None:
         took.append((end, len(cuda.registered)))
 
     lane.warm([torch.ones(3)], block, take)
-    assert cuda._actor() is None
+    assert cuda.actor() is None
     assert not took, "nor are pages taken there"
     cuda.run_until(lambda: bool(took))
     weight = on_device(cuda, 1)
@@ -1096,7 +1119,8 @@ def test_threads_of_the_engine_are_left_out_of_what_others_capture(
             assert name == "libcuda.so.1"
 
         def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
-            told.append((threading.current_thread().name, mode._obj.value))
+            value = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int)).contents.value
+            told.append((threading.current_thread().name, value))
             return 0
 
     def in_a_thread(name: str, times: int = 2) -> None:
@@ -1225,7 +1249,7 @@ def test_a_mark_whose_copies_were_never_made_is_in_no_log(
         ckpt.step()
         wanted = world.snapshot()
         world.train()
-        inspect(ckpt).saver._lane.run(lambda: None).result(TIMEOUT_S)  # gradients are there
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)  # gradients are there
 
         def failed(*_: Any) -> None:
             raise RuntimeError("CUDA error: device-side assert triggered")

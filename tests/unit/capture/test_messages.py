@@ -16,9 +16,9 @@ from everstep.arena import Arena
 from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
 from everstep.errors import EverstepError
+from everstep.link.wire import Connection
 from everstep.seams import SystemClock
 from everstep.testing import inspect
-from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.lanes import gives_up_soon
 from tests.support.world import TIMEOUT_S, Gate, opened
 
@@ -32,15 +32,15 @@ class Journal:
         self.events: list[Event] = []
         self.begins: list[dict[str, Any]] = []
         self.tellers: set[str] = set()
-        send, progress, mark = RemoteKeeper._send, Arena.set_progress, CpuLane.copy_now
+        send, progress, mark = Connection.send, Arena.set_progress, CpuLane.copy_now
 
-        def sending(keeper: RemoteKeeper, message: dict[str, Any]) -> None:
+        def sending(connection: Connection, message: dict[str, Any], *fds: Any) -> None:
             self.events.append((message["kind"], message.get("number")))
             if message["kind"] in ("layout", "begin"):
                 self.tellers.add(threading.current_thread().name)
             if message["kind"] == "begin":
                 self.begins.append(message)
-            send(keeper, message)
+            send(connection, message, *fds)
 
         def setting(arena: Arena, index: int, value: int) -> None:
             if value:
@@ -51,7 +51,7 @@ class Journal:
             self.events.append(("mark", None))
             mark(lane, batches, block)
 
-        monkeypatch.setattr(RemoteKeeper, "_send", sending)
+        monkeypatch.setattr(Connection, "send", sending)
         monkeypatch.setattr(Arena, "set_progress", setting)
         monkeypatch.setattr(CpuLane, "copy_now", marking)
 

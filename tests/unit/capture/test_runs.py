@@ -15,6 +15,7 @@ from everstep.capture.batches import Batch, Runs
 from everstep.capture.cuda import DeviceLane
 from everstep.capture.lane import CpuLane, CpuTransfer
 from everstep.seams.memory import copy_memory
+from everstep.seams.processes import IoThreads
 from everstep.testing.emulated_link import EmulatedLink
 from tests.support.world import TIMEOUT_S, Gate, opened
 
@@ -42,17 +43,17 @@ def test_an_interrupt_while_copies_are_handed_over_ends_no_copies(
     """Those that were called off are not made, since their memory may be another's by then; all
     that come behind them are."""
     lane = CpuLane()
-    submit = lane._threads.submit
+    submit = IoThreads.submit
 
-    def interrupted(*job: Any) -> Any:
+    def interrupted(threads: IoThreads, *job: Any) -> Any:
         if when == "after":
-            submit(*job)
+            submit(threads, *job)
         raise KeyboardInterrupt
 
     lost, block = block_of(), block_of()
     go = Gate()
     lane.run(go.wait_at)
-    monkeypatch.setattr(lane._threads, "submit", interrupted)
+    monkeypatch.setattr(IoThreads, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lane.submit(several(), lost, lambda end: None)
     monkeypatch.undo()
@@ -184,13 +185,13 @@ def test_a_copy_that_fails_within_a_run_ends_the_transfer(copying: Copying, host
 
 def test_a_lazy_base_is_copied_in_runs(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[list[tuple[int, int]]] = []
-    copy_run = CpuLane._copy_run
+    copy_run = CpuLane.copy_run
 
     def seen(self: CpuLane, run: Sequence[Batch], *rest: Any) -> None:
         runs.append([batch[:2] for batch in run])
         copy_run(self, run, *rest)
 
-    monkeypatch.setattr(CpuLane, "_copy_run", seen)
+    monkeypatch.setattr(CpuLane, "copy_run", seen)
     model = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.Linear(400, 400))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}

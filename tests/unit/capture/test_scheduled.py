@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.capture.dispatch import Dispatch, Observed, StepEvents
+from everstep.capture.dispatch import Dispatch, Observed, StepEvents, UnitCopy
 from everstep.errors import DeadlineError, StateError
 from everstep.trainer.schedule.scheduler import Scheduler
 from tests.support.events import SIZE, Capture
+from tests.support.inside import planted
+from tests.support.inside.hooks import hooks_on
 
 
 def test_units_are_issued_at_their_events_in_order() -> None:
@@ -38,8 +40,8 @@ def test_an_update_waits_for_its_own_copies_only() -> None:
     capture = Capture([0, 0, 0])
     capture.dispatch.reach(0)
     capture.update(0)
-    assert capture.dispatch.arrived_s[0]
-    assert not capture.dispatch.arrived_s[1]
+    assert capture.dispatch.copies[0].arrived_s
+    assert not capture.dispatch.copies[1].arrived_s
     assert len(capture.lane.queue) == 2
     assert capture.right
 
@@ -60,7 +62,7 @@ def test_what_is_late_leaves_from_its_duplicate() -> None:
     capture.dispatch.reach(0)
     capture.update(1)
     assert len(capture.lane.submitted) == 1, "the update was held up"
-    assert capture.dispatch.duplicated_bytes == SIZE
+    assert [copy.duplicate is not None for copy in capture.dispatch.copies] == [False, True]
     capture.dispatch.reach(5)
     assert capture.right
 
@@ -120,13 +122,15 @@ def test_without_the_guards_some_orders_tear(removed: str, monkeypatch: pytest.M
     if removed == "admit":
         monkeypatch.setattr(Dispatch, "admit", lambda *_: True)
     else:
-        issue = Dispatch._issue
 
-        def forget(self: Dispatch, number: int) -> None:
-            self._copies.pop(number, None)
-            issue(self, number)
+        def plant(issue: Any) -> Any:
+            def forget(self: Dispatch, copy: UnitCopy) -> None:
+                copy.duplicate = None
+                issue(self, copy)
 
-        monkeypatch.setattr(Dispatch, "_issue", forget)
+            return forget
+
+        planted.replace(monkeypatch, Dispatch, "_issue", plant)
     assert not all(any_order(seed)[1] for seed in range(30))
 
 
@@ -137,8 +141,7 @@ def test_a_copy_that_fails_ends_the_capture_behind_all_others() -> None:
     capture.dispatch.reach(0)
 
     def fails() -> None:
-        transfer: Any = capture.dispatch._transfers[1]
-        transfer.end(OSError("the link is gone"))
+        capture.lane.transfers[1].end(OSError("the link is gone"))
 
     capture.lane.queue[1] = fails
     with pytest.raises(OSError, match="the link is gone"):
@@ -190,18 +193,16 @@ def test_a_signal_handler_that_flushes_as_a_unit_is_issued_does_not_end_it() -> 
     assert capture.right
 
 
-def test_an_interrupt_before_a_unit_was_handed_over() -> None:
+def test_an_interrupt_before_a_unit_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not taken for one that was."""
 
-    class Interrupted(dict[int, Any]):
-        def get(self, *_: Any) -> Any:
-            raise KeyboardInterrupt
+    def interrupted(_: UnitCopy) -> Any:
+        raise KeyboardInterrupt
 
     capture = Capture([0, 1])
-    with pytest.raises(KeyboardInterrupt):
-        capture.dispatch._copies = Interrupted()
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(UnitCopy, "batches", property(interrupted))
         capture.dispatch.reach(0)
-    capture.dispatch._copies = {}
     capture.dispatch.flush()
     with pytest.raises(StateError, match="interrupted"):
         capture.dispatch.wait(1.0)
@@ -346,12 +347,8 @@ def test_copies_of_a_model_have_no_hooks_that_do_anything() -> None:
 def test_closed_they_leave_nothing_behind() -> None:
     watched = Watched()
     watched.events.close()
-    for module in watched.model.modules():
-        assert not module._forward_pre_hooks
-        assert not module._backward_hooks
-        assert not module._forward_hooks
-    for parameter in watched.model.parameters():
-        assert not parameter._post_accumulate_grad_hooks
+    for owner in [*watched.model.modules(), *watched.model.parameters()]:
+        assert not hooks_on(owner)
     watched.events.close()
 
 
@@ -371,14 +368,15 @@ def test_a_compiled_model_is_compiled_whole() -> None:
 
     first = step()
     assert step() == first
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_at_most_so_many_are_watched() -> None:
     model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(300)])
     events = StepEvents(lambda event: None, lambda: None)
     events.watch([model], {"o": torch.optim.SGD(model.parameters(), lr=0.1)})
-    assert len(events._handles) == 2 * 64
+    watched = [hooks_on(owner) for owner in [*model.modules(), *model.parameters()]]
+    assert sum(len(hooks) for found in watched for hooks in found.values()) == 2 * 64
     events.close()
 
 
@@ -396,7 +394,7 @@ def test_updates_of_ever_new_parameters_are_told_apart_and_forgotten() -> None:
         assert observed is not None
         assert seen.setdefault(observed.keys[-1], number) == number
     assert len(seen) == 599 + 8  # of the first, nobody knew any more
-    assert len(events._numbers) + len(events._patterns) <= 256 + 10 + 1
+    assert events.remembered <= 256 + 10 + 1
     events.close()
 
 
@@ -411,6 +409,6 @@ def test_an_update_waits_for_a_capture_before_the_last_one_too() -> None:
     scheduler = Scheduler(PurePath("run"), state, older.lane)
     scheduler.open = [older.dispatch, newer.dispatch]
     wait_s, late = scheduler.gate("a", 1.0)
-    assert older.dispatch.arrived_s[0], "the older capture was not waited for"
+    assert older.dispatch.copies[0].arrived_s, "the older capture was not waited for"
     assert not late
     assert wait_s >= 0

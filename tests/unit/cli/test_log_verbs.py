@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import everstep.run.segments
 from everstep.cli.common.log import steps_in_words
 from everstep.run.chain import path_of
+from everstep.seams import PosixFileSystem
 from tests.support.logged import (
     World,
     document,
@@ -67,7 +67,7 @@ def test_chains_of_all_bases_are_those_of_each_on_its_own(lost: str | None, run:
         log = rebuilder.log
         path = path_of(1, log.inventory.timelines)
         one_by_one = [log.chain(log.usable[key], path) for key in sorted(log.usable)]
-        together = [chain for _, chain in log._chains(())]
+        together = [chain for _, chain in log.chains(())]
     assert together == one_by_one
     ends = {chain.base.step: chain.end[1] for chain in together}
     wanted = {1: 9, 4: 9, 8: 9, 9: 9}
@@ -119,17 +119,19 @@ def test_a_segment_that_is_deleted_while_ls_looks_is_no_damage(
 ) -> None:
     """By a process at work: the marker was read, and the data are gone, perhaps the folder too."""
     path = Path(segments_of(run)[1].path)
-    real = everstep.run.segments._heads
+    real, deleted = PosixFileSystem.open, list[Path]()
 
-    def heads(filesystem: Any, where: Any, marker: Any) -> Any:
-        if Path(where) == path and path.exists():
+    def opening(filesystem: PosixFileSystem, where: Any, **how: bool) -> Any:
+        if Path(where) == path / "rank-00000.safetensors" and not deleted:
             shutil.rmtree(path)
+            deleted.append(path)
             if not whole:
                 path.mkdir()
-        return real(filesystem, where, marker)
+        return real(filesystem, where, **how)
 
-    monkeypatch.setattr(everstep.run.segments, "_heads", heads)
+    monkeypatch.setattr(PosixFileSystem, "open", opening)
     assert document("ls", run)["ok"]
+    assert deleted
 
 
 def test_ls_without_a_log(run: Path) -> None:

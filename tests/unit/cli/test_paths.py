@@ -28,7 +28,6 @@ NAMING: dict[str, Words] = {
     "rm": lambda _, path: ["rm", path, "--step", "1"],
     "restore": lambda _, path: ["restore", path, "--step", "1", "--out", "out"],
     "restore --out": lambda run, path: ["restore", str(run), "--step", "1", "--out", path],
-    "replay": lambda _, path: ["replay", path, "--to", "1", "--drop", "1"],
     "stop": lambda _, path: ["stop", path],
     "doctor": lambda _, path: ["doctor", path],
     "doctor, below": lambda _, path: ["doctor", f"none/{path}"],

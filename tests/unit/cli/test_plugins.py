@@ -23,7 +23,7 @@ def app_with(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> typer.Typ
         typer.echo("own")
 
     monkeypatch.setattr(cli, "entry_points", lambda group: list(entries))
-    cli._add_plugged_in(app)
+    cli.add_plugged_in(app)
     return app
 
 

@@ -164,7 +164,7 @@ def test_any_message_is_a_status_that_can_be_shown_or_refused(changes: dict[str,
     with contextlib.suppress(msgspec.ValidationError):
         status = msgspec.convert({**STATUS, **changes}, Status)
         assert all(isinstance(step, int) for step in status.unwritten)
-        assert isinstance(ps_module._doing(status), str)
+        assert isinstance(ps_module.activity_of(status), str)
 
 
 def test_words() -> None:
@@ -413,11 +413,11 @@ def test_a_keeper_that_starts_while_the_old_one_ends_is_not_waited_for(run: Path
     with running(options_of(run)) as old:
         info = find_keeper(options_of(run).key)
         assert info is not None
-        stopping = stop_module._Stopping(info, None, PidWatch(info.pid))
+        stopping = stop_module.Stopping(info, None, PidWatch(info.pid))
         old.kill()
         old.wait(TIMEOUT_S)
         with running(options_of(run)) as new:
-            stop_module._wait([stopping], TIMEOUT_S)
+            stop_module.wait_for_end([stopping], TIMEOUT_S)
             assert stopping.gone
             assert lives(new)
         stopping.watch.close()

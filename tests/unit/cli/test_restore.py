@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from everstep.cli import app
 from everstep.seams import PosixFileSystem
 from everstep.seams.failpoints import FailpointError, arm
+from tests.support.inside.declared import declared
 from tests.support.logged import World, document, edit_base, invoke, opened, segments_of, train
 from tests.support.world import base_folder, flip
 
@@ -131,8 +132,6 @@ def test_without_a_log_it_is_said_how_there_is_one(run: Path, tmp_path: Path) ->
     found = document("restore", run, "--step", 6, "--out", tmp_path / "new", status=2)
     assert found["hint"].startswith("existing steps: 1, 4, 8")
     assert 'LogOptions(to="disk")' in found["hint"]
-    found = document("replay", run, "--from", 4, "--to", 8, "--drop", 6, status=2)
-    assert 'LogOptions(to="disk")' in found["hint"]
 
 
 def test_of_a_log_behind_the_bases_it_is_not_said_that_there_is_none(
@@ -163,16 +162,11 @@ def test_a_damaged_base_is_said(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_ones_own_is_infeasible(run_folder: Path, tmp_path: Path) -> None:
-    from everstep.replay import exactness
-
     class Own(torch.optim.SGD):
         pass
 
-    exactness.declare(Own, elementwise=True)
-    try:
+    with declared(Own):
         train(run_folder, World(lambda p: Own(p, lr=0.1)), 3, every=1000)
-    finally:
-        exactness._DECLARED.pop(exactness.kind_name(Own))
     found = document("restore", run_folder, "--step", 2, "--out", tmp_path / "new", status=3)
     assert found["exit_code"] == 3
     assert "without the program that declares it" in found["message"]

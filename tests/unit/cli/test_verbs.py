@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 import everstep
@@ -51,7 +48,7 @@ from tests.support.command import document, invoke
 HOSTILE = "[bold red]x[/] :skull: \x1b[2J\x1b]0;title\x07\u202eevil\n\rline"
 """Markup, an emoji code, escapes, a mark that turns the direction of writing, line ends."""
 
-READERS = (["ls"], ["inspect"], ["inspect", "--table"], ["verify"], ["du"])
+READERS = (["ls"], ["inspect"], ["verify"], ["du"])
 """Verbs that only look."""
 
 
@@ -247,11 +244,10 @@ def test_inspect_lists_every_entry_as_saved(run: Path) -> None:
     hostile = next(entry for name, entry in entries.items() if name.startswith("data/"))
     assert hostile["stride"] == [1, 3]
 
-    tree = invoke("inspect", run, "--step", 4).stdout
-    assert "├── " in tree
-    assert "weight  F32 3x4  48 B  = data/tied" in tree
-    flat = invoke("inspect", run, "--step", 4, "--table").stdout
-    assert all(plain(name) in flat for name in entries)
+    shown = invoke("inspect", run, "--step", 4).stdout
+    assert all(plain(name) in shown for name in entries)
+    (line,) = (line for line in shown.splitlines() if line.startswith("model/0.weight"))
+    assert line.split() == ["model/0.weight", "F32", "3x4", "48", "B", "=", "data/tied"]
 
 
 def test_inspect_chooses_base_and_entries(run: Path) -> None:
@@ -272,7 +268,7 @@ def test_inspect_chooses_base_and_entries(run: Path) -> None:
 
 def test_inspect_says_which_bases_it_passes_over(run: Path) -> None:
     flip(shard_of(run), 4000)
-    shown = invoke("inspect", run, "--table").stdout
+    shown = invoke("inspect", run).stdout
     assert "passed over step 6 of timeline 2: " in shown
     assert "the header's digest does not match" in shown
     (passed,) = document("inspect", run, status=1)["skipped"]
@@ -307,28 +303,6 @@ def test_inspect_of_an_unfinished_base_says_so(run: Path) -> None:
     result = invoke("inspect", run, "--step", 8)
     assert result.exit_code == ExitCode.DIFFERENT
     assert "step 8 of timeline 2 is incomplete" in result.stderr
-
-
-def test_inspect_tree_tells_ranks_apart_and_stays_shallow(run: Path) -> None:
-    from everstep.cli.inspect import _Found, _rows, _tree
-    from everstep.format.reader import read_header
-    from everstep.format.records import Manifest
-
-    path = base_of(run) / "manifest.json"
-    record = Manifest.decode(path.read_bytes(), path).markers[0].files[0]
-    filesystem = PosixFileSystem()
-    file = filesystem.open(shard_of(run))
-    header = read_header(file, record, shard_of(run))
-    file.close()
-    found = _Found(run, "committed", True, [("a", header)])
-    row = next(row for row in _rows(found) if row.entry.name == "model/0.weight")
-    deep = replace(row, entry=replace(row.entry, name="/".join("ab" * 5000)))
-    out = Console(width=100, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
-    with contextlib.closing(out.file):
-        out.print(_tree("two ranks", [row, replace(row, rank=1), deep]))
-    text = out.export_text()
-    assert "rank 1" in text
-    assert len(text.splitlines()) < 40
 
 
 # --- verify -----------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Ranks:
                     ends[rank] = out
                 elif not isinstance(out, RanksSilent):
                     self.done.append((rank, out))
-                    absorb(rank, ranks[rank].done(self._do(rank, out)))
+                    absorb(rank, ranks[rank].done(self.act(rank, out)))
 
         for rank in range(world):
             absorb(rank, ranks[rank].start())
@@ -87,7 +87,7 @@ class Ranks:
                 absorb(rank, ranks[rank].tick(float(now_s)))
         raise AssertionError(f"only ranks {sorted(ends)} came to an end")
 
-    def _do(self, rank: int, action: Any) -> Any:
+    def act(self, rank: int, action: Any) -> Any:
         if isinstance(action, TakeInventory):
             return InventorySeen(self.offers[rank])
         if isinstance(action, Compare):
@@ -264,7 +264,7 @@ def test_what_one_rank_saw_a_moment_too_early_is_no_reason_to_refuse() -> None:
     base = BaseId(1, 30)
     known = digest(manifest_of({r: marker(base, r, 2) for r in range(2)}).encode())
     ranks = Ranks([own(0), offer(1, {base: replace(own(1, 30).bases[base], manifest=known)})])
-    perform = ranks._do
+    perform = ranks.act
 
     def catching_up(rank: int, action: Any) -> Any:
         event = perform(rank, action)
@@ -272,7 +272,7 @@ def test_what_one_rank_saw_a_moment_too_early_is_no_reason_to_refuse() -> None:
             ranks.offers[0] = replace(ranks.offers[0], bases=late.bases)
         return event
 
-    ranks._do = catching_up  # type: ignore[method-assign]
+    ranks.act = catching_up  # type: ignore[method-assign]
     assert {end.choice.base for end in ranks.run().values()} == {base}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from everstep.commit.base_commit import (
     AlreadyDeleted,
+    BaseCommit,
     CheckFence,
     Condemn,
     Condemned,
@@ -50,6 +51,7 @@ from everstep.commit.job.messages import (
     Cluster,
     DiskProgress,
     ManifestNotice,
+    MarkerNotice,
     Message,
     Send,
     WatermarkNotice,
@@ -75,6 +77,7 @@ class Room:
         broken: ranks whose files cannot be written.
         bad: ranks whose files are damaged when read back.
         needed: by disk: bases that the logs there need.
+        spared: bases that stay at any age.
         said: what ranks reported.
     """
 
@@ -87,6 +90,7 @@ class Room:
     broken: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
     needed: dict[str, set[BaseId]] = field(default_factory=dict)
+    spared: set[BaseId] = field(default_factory=set)
     said: list[tuple[int, Any]] = field(default_factory=list)
     did: list[tuple[int, Any]] = field(default_factory=list)
 
@@ -95,7 +99,14 @@ class Room:
         self.markers: dict[str, dict[BaseId, dict[int, Marker]]] = {d: {} for d in self.disks}
         self.manifests: dict[str, dict[BaseId, Any]] = {d: {} for d in self.disks}
         self.members: list[Member] = [
-            Coordinator(cluster, self.timeline, Origin(), keep=self.keep, pace=PACE)
+            Coordinator(
+                cluster,
+                self.timeline,
+                Origin(),
+                keep=self.keep,
+                pace=PACE,
+                spared=lambda: self.spared,
+            )
             if rank == COORDINATOR
             else Member(cluster, rank, self.timeline, Origin(), pace=PACE)
             for rank in range(cluster.world)
@@ -192,17 +203,13 @@ def test_older_bases_go_when_a_newer_one_was_read_back_by_all(disks: tuple[str, 
 
 
 def test_what_peers_have_stays_until_they_have_a_newer_one() -> None:
-    room = Room(("a", "b"), keep=2)
-    spared = {BaseId(1, 10)}
-    leader = room.members[COORDINATOR]
-    assert isinstance(leader, Coordinator)
-    leader._spared = lambda: spared
+    room = Room(("a", "b"), keep=2, spared={BaseId(1, 10)})
     for step in (10, 20, 30, 40):
         room.save(step)
         room.tick(3)
     for disk in "ab":
         assert set(room.manifests[disk]) == {BaseId(1, 10), BaseId(1, 40)}
-    spared.clear()
+    room.spared.clear()
     room.save(50)
     room.tick(3)
     for disk in "ab":
@@ -288,20 +295,21 @@ def test_a_rank_whose_disk_moves_is_not_late(disks: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("until_s", [50, 100])
-def test_the_manifest_is_waited_for_as_long_as_the_disk_of_who_leads_moves(until_s: int) -> None:
+def test_the_manifest_is_waited_for_as_long_as_the_disk_of_who_leads_moves(
+    until_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All markers are there, and rank 0 writes the manifest, slowly."""
     other = Room(("one",) * 2, mute={1})
     other.save(10, [0])
     room = Room(("one",) * 2, mute={0})
     room.save(10, [1])
-    member = room.members[1]
-    assert member._flight is not None
-    member._flight.markers[0] = other.markers["one"][BaseId(1, 10)][0]
+    monkeypatch.setattr(BaseCommit, "take_over", lambda self: None)
+    notice = MarkerNotice(Stored(other.markers["one"][BaseId(1, 10)][0]))
+    room.absorb(1, room.members[1].receive(0, notice))
     perform = room.perform
     room.perform = lambda rank, do: (  # type: ignore[method-assign]
         MarkersSeen({}) if isinstance(do.action, GatherMarkers) else perform(rank, do)
     )
-    member._flight.commit.take_over = lambda: None  # type: ignore[method-assign]
     late_s = late_after(room, 1, lambda now_s: (0,) if now_s <= until_s else ())
     assert late_s == (70.0 if until_s == 50 else None)
     if late_s is not None:

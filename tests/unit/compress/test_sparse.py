@@ -20,6 +20,7 @@ from everstep.compress.floats import FORMATS
 from everstep.compress.sparse import (
     SAMPLE_NUMEL,
     DeviceScan,
+    Hits,
     HostScan,
     Sparse,
     kernels_for,
@@ -29,6 +30,9 @@ from everstep.compress.sparse import (
     topk,
 )
 from everstep.errors import FormatError, OptionError
+from tests.support.inside import caches
+
+fresh_caches = caches.fresh_caches  # the fixture
 
 DTYPES = list(FORMATS)
 Compress = Callable[[torch.Tensor, float], Sparse]
@@ -323,13 +327,14 @@ class FailingScan(DeviceScan):
 class WrongScan(DeviceScan):
     def at_least(self, key: int, most: int) -> Any:
         found = super().at_least(key, most)
-        return None if found is None else found._replace(positions=found.positions + 1)
+        return None if found is None else Hits(found.positions + 1, found.patterns)
 
 
 @pytest.mark.parametrize(
     ("scan", "why"),
     [(DeviceScan, ""), (FailingScan, "C compiler"), (WrongScan, "differs from torch"), (None, "")],
 )
+@pytest.mark.usefixtures("fresh_caches")
 def test_kernels_that_do_not_run_are_done_without(
     scan: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -338,10 +343,8 @@ def test_kernels_that_do_not_run_are_done_without(
     module = SimpleNamespace(TritonScan=scan)
     monkeypatch.setitem(sys.modules, "everstep.compress.kernels", module)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    sparse_module._kernels_on.cache_clear()
     tensor: Any = SimpleNamespace(is_cuda=scan is not None, device=torch.device("cpu"))
     with caplog.at_level(logging.WARNING, logger="everstep"):
         found = [kernels_for(tensor) for _ in range(2)]
-    sparse_module._kernels_on.cache_clear()
     assert found == [module if scan is DeviceScan else None] * 2
     assert [why in record.message for record in caplog.records] == [True] * bool(why)

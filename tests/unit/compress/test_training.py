@@ -25,6 +25,7 @@ from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import MismatchError, OptionError, StateError
 from everstep.workloads.training import Training
+from tests.support.inside.hooks import hooks_on
 from tests.support.world import assert_same, opened
 
 RATIO = 0.1
@@ -536,7 +537,7 @@ def test_closed_it_compresses_no_more() -> None:
         Compressor(optimizer).close()  # the first one; then there may be another
         Compressor(optimizer)
         Compressor(optimizer)
-    optimizer._optimizer_step_pre_hooks.clear()
+    hooks_on(optimizer)["optimizer_step_pre"].clear()
     compressor = Compressor(optimizer)
     compressor.close()
     compressor.close()
@@ -581,7 +582,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     optimizer = Consumed(parameters_of((5,)), lr=0.1)
     with pytest.raises(OptionError):
         Compressor(optimizer, **options)
-    assert not optimizer._optimizer_step_pre_hooks
+    assert not hooks_on(optimizer)
 
 
 # --- State --------------------------------------------------------------------------------

@@ -319,12 +319,22 @@ def test_a_sampler_that_gives_another_order_is_found() -> None:
         take(resumed, 1)
 
 
-def test_it_is_a_data_loader_of_torch_that_carries_the_workers() -> None:
+def test_it_is_a_data_loader_of_torch_that_carries_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What a user gave is what it has."""
     given = DataLoader(
         Noisy(), num_workers=2, prefetch_factor=3, timeout=9, persistent_workers=True
     )
-    inner = ResumableLoader(given)._made.inner
-    assert inner is not None
+    made: list[Any] = []
+    init = DataLoader.__init__
+
+    def recorded(loader: Any, *args: Any, **options: Any) -> None:
+        made.append(loader)
+        init(loader, *args, **options)
+
+    monkeypatch.setattr(DataLoader, "__init__", recorded)
+    ResumableLoader(given).state_dict()
+    (inner,) = made
     for name in ("num_workers", "prefetch_factor", "timeout", "persistent_workers", "pin_memory"):
         assert getattr(inner, name) == getattr(given, name)

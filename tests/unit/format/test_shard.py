@@ -22,7 +22,7 @@ from everstep.arena import Arena
 from everstep.capture.batches import plan_batches
 from everstep.capture.lane import CpuLane, LiveBody
 from everstep.errors import DamageError, DeadlineError, FormatError
-from everstep.format import header, writer
+from everstep.format import header
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import LENGTH_BYTES, ShardIdentity, plan_files
 from everstep.format.reader import OpenShard, read_body, read_header, read_record_bytes
@@ -488,27 +488,28 @@ def test_few_copied_chunks_wait_to_be_written(
     shard.ring.close()
     shard.ring = ChunkRing(8, 6)
     most, filled, over, waited = 0, 0, [0], threading.Event()
-    fill, write, wait = LiveBody.fill, writer._write, writer._wait
+    fill = LiveBody.fill
 
     def filling(*args: Any) -> None:
         nonlocal most, filled
         most, filled = max(most, filled - over[0]), filled + 1
         fill(*args)
 
-    def writing(*args: Any) -> None:
+    file = PosixFileSystem().create(shard.path, direct=True)
+    write, is_over = file.write, shard.ring.is_over
+
+    def writing(data: memoryview, offset: int) -> None:
         assert waited.wait(TIMEOUT_S)
-        write(*args)
+        write(data, offset)
         over[0] += 1
 
-    def waiting(transfers: Any, *about: Any) -> None:
-        if transfers:
-            waited.set()
-        wait(transfers, *about)
+    def waiting(transfer: Any, timeout_s: float) -> bool:
+        waited.set()
+        return is_over(transfer, timeout_s)
 
     monkeypatch.setattr(LiveBody, "fill", filling)
-    monkeypatch.setattr(writer, "_write", writing)
-    monkeypatch.setattr(writer, "_wait", waiting)
-    file = PosixFileSystem().create(shard.path, direct=True)
+    monkeypatch.setattr(file, "write", writing)
+    monkeypatch.setattr(shard.ring, "is_over", waiting)
     about = file, shard.shard, IDENTITY, shard.body, shard.ring
     write_shard(*about, timeout_s=TIMEOUT_S, progress=silent)
     file.close()

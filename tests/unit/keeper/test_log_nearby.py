@@ -55,9 +55,9 @@ def test_the_next_steps_of_a_long_log(step: int, store: LogStore) -> None:
 
     read: Callable[[], list[int]]
     for read in (of_replica, of_peer):
-        store._stored = counted = Counted(store._stored)
+        store.stored = counted = Counted(store.stored)
         assert read() == wanted
         assert counted.looks < 60
-    store._stored = counted = Counted(store._stored)
+    store.stored = counted = Counted(store.stored)
     assert store.steps == (1, STEPS)
     assert counted.looks < 10

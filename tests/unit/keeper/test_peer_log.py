@@ -201,7 +201,7 @@ def test_steps_that_are_lost_on_the_way_are_sent_again(
 
 def test_bytes_that_have_changed_on_the_way_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = LogRing("ab")
-    send, unusable = ring._send, list[Message]()
+    send, unusable = ring.send, list[Message]()
 
     def spoil(sender: int, to: int, message: Message) -> None:
         if isinstance(message, PeerLogChunk) and sender == 0 and len(unusable) < 3:
@@ -210,7 +210,7 @@ def test_bytes_that_have_changed_on_the_way_are_no_steps(monkeypatch: pytest.Mon
             message = structs.replace(message, data=changed)
         send(sender, to, message)
 
-    monkeypatch.setattr(ring, "_send", spoil)
+    monkeypatch.setattr(ring, "send", spoil)
     ring.train(1, 2)
     ring.run(5.0)
     assert ring.logs(1) == []

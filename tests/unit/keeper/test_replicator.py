@@ -104,7 +104,7 @@ def test_what_has_to_stay_stays_when_the_next_base_comes_before_the_news(failed:
             break
         for one in ring.ranks:
             one.turn(0.0)
-        ring._deliver()
+        ring.deliver()
     ring.lost = lost
     if failed:
         assert ring.ranks[2].bases.busy
@@ -150,7 +150,7 @@ def test_a_new_start_keeps_what_peers_have_of_the_one_before() -> None:
     ring.run(10.0)
     for rank in range(3):  # all go on from B, which no peer has
         ring.bases[rank, B] = piece(rank, B, size_bytes=30_000, world=3)
-        ring.ranks[rank] = ring._make(rank, B)
+        ring.ranks[rank] = ring.make(rank, B)
     assert ring.ranks[0].needed() == [A]
     for one in ring.ranks:
         one.durable(B)
@@ -380,7 +380,7 @@ class ClosedMeanwhile:
 
 
 def test_figures_are_added_while_the_exchange_is_closed() -> None:
-    copies = PeerCopies(Seams(), PurePath("/run"), cast(Any, None), lambda *_: None)
+    copies = PeerCopies(Seams(), PurePath("/run"), lambda *_: None)
     copies.exchange = cast(Any, ClosedMeanwhile(copies))
     stats = KeeperStats()
     copies.add_to(stats)

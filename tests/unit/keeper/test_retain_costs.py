@@ -14,12 +14,12 @@ import pytest
 import everstep
 from everstep import LogOptions
 from everstep.format.names import TIMELINE_RECORD, marker_name, parse_shard
-from everstep.keeper.ship.courier import CopyPlace, ObjectRate
+from everstep.keeper.ship.courier import CopyPlace
 from everstep.run import segments
 from everstep.run.folder import open_timeline
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import SegmentCache, SegmentFound, scan_logs
-from everstep.seams import ManualClock, PosixFileSystem, Seams
+from everstep.seams import PosixFileSystem, Seams
 from everstep.tiers.disk_tier import DiskTier
 from tests.support.log.budget import Trained
 from tests.support.world import HookedFileSystem, flip, forget, opened
@@ -269,7 +269,7 @@ def test_copies_of_timelines_are_read_once(run_folder: Path) -> None:
     operations(run_folder)
     recall_leftovers(run_folder, 3)
     tier = DiskTier(fs, PurePath(run_folder))
-    place = CopyPlace(tier, 1, ObjectRate(None, ManualClock()))
+    place = CopyPlace(tier, 1)
     first = place.inventory()
     assert [path.name for op, path in fs.seen if op == "open"].count(TIMELINE_RECORD) == 4
     fs.seen.clear()

@@ -113,7 +113,7 @@ def test_a_last_word_that_is_cut_off_is_not_heard(b: Bench) -> None:
     one.begin(1, 5)
     one.fill(1)
     one.say("object", number=1, name="everstep/objects/o", part=b"x")
-    one.connection._stream._socket.sendall(b"\x40\x00\x00\x00\x82")  # of "captured", say
+    os.write(one.connection.fileno(), b"\x40\x00\x00\x00\x82")  # of "captured", say
     one.die()
     assert recalled(b)[1] is None
     assert b.committed() == set()
@@ -681,10 +681,10 @@ def test_half_a_message_holds_nobody_up(b: Bench) -> None:
     one = b.trainer()
     one.serve()
     guest = b.guest()
-    guest._stream._socket.sendall(b"\x40\x00")
+    os.write(guest.fileno(), b"\x40\x00")
     one.take(1, 5)
     one.await_("done")
-    guest._stream._socket.sendall(b"\x00\x00")
+    os.write(guest.fileno(), b"\x00\x00")
     b.turn(2)
     assert b.server.trainer is not None
 
@@ -693,7 +693,7 @@ def test_guests_that_say_nothing_do_not_fill_the_house(run_folder: Path) -> None
     clock = ManualClock()
     with bench(run_folder, clock=clock) as b:
         guests = [b.guest() for _ in range(100)]
-        guests[-1]._stream._socket.sendall(b"\x40\x00")
+        os.write(guests[-1].fileno(), b"\x40\x00")
         one = b.trainer()
         one.serve()
         asking = b.guest()
@@ -770,7 +770,7 @@ def test_garbage_on_the_socket_is_hung_up_on(b: Bench, garbage: bytes) -> None:
     one = b.trainer()
     one.serve()
     guest = b.guest()
-    guest._stream._socket.sendall(garbage)
+    os.write(guest.fileno(), garbage)
     b.turn(4)
     assert guest.receive(0.0) is None
     one.take(1, 5)

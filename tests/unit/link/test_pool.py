@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from everstep.arena import PAGE_BYTES, PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, OutOfSpaceError, StateError
 from everstep.link.pool import Block, CapturePool
+from everstep.seams.processes import Condition
 
 TIMEOUT_S = 10.0
 
@@ -47,14 +48,16 @@ def test_who_has_waited_in_vain_waits_again_when_something_has_come(
 ) -> None:
     """Behind a keeper that hangs each base would hold training up for the whole time."""
     pool, waited = pool_of(4), list[float]()
-    wait_for = pool._changed.wait_for
+    wait_for = Condition.wait_for
 
-    def seen(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+    def seen(
+        condition: Condition, predicate: Callable[[], bool], timeout: float | None = None
+    ) -> bool:
         assert timeout is not None
         waited.append(timeout)
-        return wait_for(predicate, min(timeout, 0.01))
+        return wait_for(condition, predicate, min(timeout, 0.01))
 
-    monkeypatch.setattr(pool._changed, "wait_for", seen)
+    monkeypatch.setattr(Condition, "wait_for", seen)
     first, second = (pool.acquire(2 * PAGE_BYTES, timeout_s=60.0) for _ in range(2))
     for why in ("within 60 s", "since the last base was lost", "since the last base was lost"):
         with pytest.raises(DeadlineError, match=f"no host memory was released {why}") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -349,17 +350,17 @@ def test_a_file_that_is_deleted_while_it_is_being_locked(
 ) -> None:
     """The lock on a file without a name would exclude nobody."""
     path = tmp_path / "file"
-    real, calls = locks._lock, []
+    real, calls = fcntl.flock, []
 
-    def lock(fd: int, shared: bool, deadline_s: float) -> bool:
+    def flock(fd: int, kind: int) -> None:
         calls.append(fd)
         if len(calls) <= 2:
             path.unlink()
             if replaced:
                 path.write_text("")
-        return real(fd, shared, deadline_s)
+        real(fd, kind)
 
-    monkeypatch.setattr(locks, "_lock", lock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     got = lock_file(path)
     assert got is not None
     assert len(calls) == 3
@@ -370,7 +371,7 @@ def test_a_file_that_is_deleted_while_it_is_being_locked(
 
 
 def test_a_file_that_is_always_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "_lock", lambda *_: (tmp_path / "file").unlink() or True)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (tmp_path / "file").unlink())
     with pytest.raises(OSError, match="keeps being replaced"):
         lock_file(tmp_path / "file")
 

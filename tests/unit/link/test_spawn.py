@@ -153,7 +153,7 @@ def test_installed_packages_are_not_put_before_the_standard_library(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     place = tmp_path / "site-packages" / "everstep" / "seams" / "processes" / "processes.py"
     monkeypatch.setattr(processes, "__file__", str(place))
-    assert "PYTHONPATH" not in spawn._environment(keeper_files(KEY))
+    assert "PYTHONPATH" not in spawn.keeper_environment(keeper_files(KEY))
 
 
 def trainer(body: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -313,7 +313,7 @@ def test_no_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_program() -> None:
-    assert spawn._program() == [sys.executable, "-X", "faulthandler", "-m", "everstep.keeper"]
+    assert spawn.keeper_program() == [sys.executable, "-X", "faulthandler", "-m", "everstep.keeper"]
 
 
 def test_cores_that_are_not_there_are_said_and_no_obstacle() -> None:
@@ -379,7 +379,7 @@ def test_a_log_that_is_deleted_while_it_is_being_shared(monkeypatch: pytest.Monk
         return real(self, timeout_s)
 
     monkeypatch.setattr(spawn.LockedFile, "share", share)
-    log = spawn._open_log(files)
+    log = spawn.open_log(files)
     assert len(calls) == 2
     assert log.is_current
     assert lock_file(files.log) is None

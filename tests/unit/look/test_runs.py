@@ -34,6 +34,7 @@ from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.options import TierOptions
 from tests.support.copying import train as train_with_copies
+from tests.support.inside.declared import declared
 from tests.support.logged import World, opened, segments_of, train
 from tests.support.world import HookedFileSystem, base_folder, flip, forget
 
@@ -274,17 +275,13 @@ def test_a_damaged_entry_that_is_not_asked_for(run: Path) -> None:
 
 def test_an_optimizer_that_only_its_program_can_replay(tmp_path: Path) -> None:
     """The newest base is given, and it is said what it is short of."""
-    from everstep.replay import exactness
 
     class Own(torch.optim.SGD):
         pass
 
     run = tmp_path / "run"
-    exactness.declare(Own, elementwise=True)
-    try:
+    with declared(Own):
         train(run, World(lambda p: Own(p, lr=0.1)), 6)
-    finally:
-        exactness._DECLARED.pop(exactness.kind_name(Own))
     shutil.rmtree(base_folder(run, 6))
     with pytest.raises(UnsupportedStateError, match="without the program that declares it"):
         everstep.load(run, 6)
@@ -345,7 +342,7 @@ def test_copies_in_a_store(
         told = everstep.peek("s3://bucket/prefix")
     assert seen == ["s3://bucket/prefix"] * 2
     assert (found.step, found.source, told.step, told.source) == (10, "object", 10, "object")
-    assert isinstance(look._Place.of("s3://bucket/prefix").filesystem, TierFileSystem)
+    assert isinstance(look.Place.of("s3://bucket/prefix").filesystem, TierFileSystem)
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from everstep.plan.schedule.trace import trace_training
 from everstep.state.values.tensors import host_bytes
 from everstep.workloads.gpt import GPT, GPTConfig
 from everstep.workloads.published import published
+from tests.support.inside.hooks import hooks_on
 
 Training = tuple[nn.Module, Callable[[], Tensor]]
 
@@ -340,7 +341,7 @@ def test_updates_inside_of_backward() -> None:
     phases = [operator.phase for operator in inside.operators]
     assert phases.index("update") < len(phases) - 1 - phases[::-1].index("backward")
     assert all(tensor.first_write is not None for tensor in inside.state)
-    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not any(map(hooks_on, model.parameters()))
 
 
 def most_gradients(trace: StepTrace) -> int:

@@ -281,29 +281,33 @@ def test_thread_dependence(dtype: torch.dtype) -> None:
     assert thread_dependence({"fused": True}, [large]) is None
 
 
-def signs_by(threads: int, beta1: float) -> torch.Tensor:
+def signs_by(threads: int, kind: Any, key: str, options: dict[str, Any]) -> torch.Tensor:
     """Bits of a moment behind five updates, half of whose gradients are zeros of either sign."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         parameter = torch.nn.Parameter(torch.zeros(300_019))
-        optimizer = torch.optim.Adam([parameter], lr=1e-3, betas=(beta1, 0.99))
+        optimizer = kind([parameter], lr=1e-3, **options)
         for step in range(5):
             generator = torch.Generator().manual_seed(step)
             drawn = torch.randn(300_019, generator=generator)
             parameter.grad = drawn * (torch.rand(300_019, generator=generator) < 0.5)
             optimizer.step()
-        moment: torch.Tensor = optimizer.state[parameter]["exp_avg"]
+        moment: torch.Tensor = optimizer.state[parameter][key]
         return moment.view(torch.int32)
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("beta1", [0.0, 0.5, 0.9])
-def test_the_sign_of_a_zero_depends_on_threads_where_all_of_a_moment_is_new(beta1: float) -> None:
-    options, large = {"betas": (beta1, 0.99)}, torch.zeros(300_019)
-    one, several = signs_by(1, beta1), signs_by(2, beta1)
-    assert torch.equal(one, several) == (thread_dependence(options, [large]) is None)
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(("kind", "key"), [(Adam, "exp_avg"), (torch.optim.RMSprop, "grad_avg")])
+def test_the_sign_of_a_zero_depends_on_threads_where_all_of_a_moment_is_new(
+    kind: Any, key: str, kept: float
+) -> None:
+    adam = {"betas": (kept, 0.99)}
+    options: dict[str, Any] = adam if kind is Adam else {"centered": True, "alpha": kept}
+    one, several = signs_by(1, kind, key, options), signs_by(2, kind, key, options)
+    assert torch.equal(one, several) == (thread_dependence(options, [torch.zeros(300_019)]) is None)
 
 
 def test_optimizers_over_whole_tensors() -> None:
@@ -366,9 +370,10 @@ def test_whole_matrices_are_not_replayed_in_parts() -> None:
     assert refusal(whole, parts=True) is None, "under DDP each rank has all of it"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_of_the_cpu_are_tried_there_whatever_the_default_device(dtype: torch.dtype) -> None:
-    tried = module._fused_sgd_reads_astray.__wrapped__
-    wanted = tried(dtype)
-    with torch.device("meta"):
-        assert tried(dtype) == wanted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fused_sgd_with_momentum_in_half_precision(momentum: float, dtype: torch.dtype) -> None:
+    tensors = [torch.nn.Parameter(torch.ones(3, dtype=dtype))]
+    why = refusal(SGD(tensors, lr=0.1, momentum=momentum, fused=True))
+    refused = momentum > 0 and dtype != torch.float32
+    assert (why is not None and "from memory of other tensors" in why) == refused

@@ -71,7 +71,7 @@ def test_a_model_that_does_not_fit_leaves_no_chunk_taken(run_folder: Path) -> No
         for _ in range(30):  # more often than there are chunks
             with pytest.raises(MismatchError):
                 ckpt.resume()
-        left = ring._left + len(ring._free)
+        left = ring.free_chunks
         for _ in range(left):
             ring.take(1.0)
         assert left > 1

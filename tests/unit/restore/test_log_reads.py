@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 import pytest
 import torch
 
+from everstep.arena import ReusedMemory
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import (
@@ -28,7 +29,7 @@ from everstep.restore.log import LogFound
 from everstep.restore.redo.driver import ReplayDriver
 from everstep.run import log_reads
 from everstep.run.chain import Chain
-from everstep.run.log_reads import LogReads, ReadBudget, SegmentReads
+from everstep.run.log_reads import LogReads
 from everstep.run.segments import SegmentFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.filesystem import ReadFile
@@ -89,14 +90,14 @@ def chain_of(first: int = 1, last: int = STEPS) -> Chain:
 def noting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is lent each time that memory for a part of a record was taken."""
     found: list[int] = []
-    take = ReadBudget.take
+    take = ReusedMemory.take
 
-    def taking(self: ReadBudget, size_bytes: int) -> memoryview:
+    def taking(self: ReusedMemory, size_bytes: int) -> memoryview:
         memory = take(self, size_bytes)
         found.append(self.lent_bytes)
         return memory
 
-    monkeypatch.setattr(ReadBudget, "take", taking)
+    monkeypatch.setattr(ReusedMemory, "take", taking)
     return found
 
 
@@ -131,13 +132,17 @@ def test_the_same_records_wherever_a_chain_begins_and_ends(
     assert len(taken) == 2 * (last - first + 1)
 
 
-def test_the_next_segments_are_on_their_way(tmp_path: Path, ring: ChunkRing) -> None:
-    """As the first record comes, and no segment is opened twice."""
+@pytest.mark.parametrize("records", [1, 16])
+def test_the_next_segments_are_on_their_way(
+    records: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first step comes, and no segment is opened twice."""
+    monkeypatch.setattr(log_reads, "_AHEAD_RECORDS", records)
     written(tmp_path, ring, 1)
     files, log = Files(), LogFound((), segments_of(tmp_path))
     with closing(log.reader(files, ring, TIMEOUT_S).steps(chain_of(), 0)) as found:
         next(found)
-        assert files.opened == [1, 2, 3, 4]
+        assert files.opened == ([1, 2] if records == 1 else list(range(1, STEPS + 1)))
         assert len(list(found)) == STEPS - 1
     assert files.opened == list(range(1, STEPS + 1))
 
@@ -146,9 +151,8 @@ def test_the_next_segments_are_on_their_way(tmp_path: Path, ring: ChunkRing) -> 
 def test_segments_together_take_no_more_memory_than_one(
     batch_steps: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps, where only they are allowed, although four files may be open."""
-    monkeypatch.setattr(log_reads, "_AHEAD_BYTES_MAX", 0)
-    monkeypatch.setattr(log_reads, "_LENT_BYTES_MAX", 0)
+    """Where steps are large: the one that is in use, and the one that is read."""
+    monkeypatch.setattr(log_reads, "_AHEAD_BYTES", 0)
     written(tmp_path, ring, batch_steps)
     most = noting(monkeypatch)
     log = LogFound((), segments_of(tmp_path))
@@ -202,7 +206,7 @@ def test_what_was_not_expected_is_read_too(tmp_path: Path, ring: ChunkRing) -> N
             assert reads.digest_of(found[number - 1], place) is None
         del got
         reads.close()
-        assert (reads._budget.ahead_bytes, reads._budget.lent_bytes) == (0, 0)
+        assert reads.lent_bytes == 0
 
 
 @pytest.mark.usefixtures("no_garbage")
@@ -224,12 +228,12 @@ def test_a_step_that_was_read_ahead_is_verified_before_it_is_applied(
 ) -> None:
     """A bit of a later step, flipped on the way from the disk, while those before it come."""
     states = trained(tmp_path / "run", batch_steps=batch_steps)
-    read = SegmentReads.read
+    read = LogReads.read
     step = ReplayDriver.step
     applied: list[int] = []
 
-    def flipping(self: SegmentReads) -> LogRecord:
-        found = read(self)
+    def flipping(self: LogReads, segment: SegmentFound, place: int) -> LogRecord:
+        found = read(self, segment, place)
         if found.head.kind == "update" and found.head.step == at:
             found.data[-1] ^= 0x10
         return found
@@ -238,7 +242,7 @@ def test_a_step_that_was_read_ahead_is_verified_before_it_is_applied(
         applied.append(one.mark.head.step)  # type: ignore[attr-defined]
         step(self, one)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SegmentReads, "read", flipping)
+    monkeypatch.setattr(LogReads, "read", flipping)
     monkeypatch.setattr(ReplayDriver, "step", noting)
     with resumed(tmp_path / "run") as (world, recovery):
         assert (recovery.step, recovery.replayed) == (at - 1, at - 1)

@@ -17,7 +17,7 @@ from everstep.arena import Arena
 from everstep.errors import EverstepError
 from everstep.restore.fetch import node_reads
 from everstep.restore.fetch.node_reads import NodeWindow
-from everstep.seams import SystemClock
+from everstep.seams import Clock, SystemClock
 from tests.support.ranks.together import on_all
 from tests.support.world import TIMEOUT_S
 
@@ -27,9 +27,11 @@ LONG_S, SHORT_S = TIMEOUT_S, 0.05
 
 
 @contextlib.contextmanager
-def windows(count: int, *, wait_s: float = LONG_S, slots: int = 8) -> Iterator[list[NodeWindow]]:
-    """What each rank of a node has, all in this process."""
-    first = NodeWindow.create("start", count, SystemClock(), wait_s, slots)
+def windows(
+    count: int, *, wait_s: float = LONG_S, slots: int = 8, clock: Clock | None = None
+) -> Iterator[list[NodeWindow]]:
+    """What each rank of a node has, all in this process; ``clock`` is that of the first."""
+    first = NodeWindow.create("start", count, clock or SystemClock(), wait_s, slots)
     about = "start", os.getpid(), first.fd
     made = [first]
     made += [
@@ -71,7 +73,7 @@ class Store:
 
 def kill(window: NodeWindow) -> None:
     """What the kernel does for a process that has ended."""
-    window._claims.close()
+    window.claims.close()
 
 
 @contextlib.contextmanager
@@ -101,18 +103,25 @@ def test_each_cell_is_read_once_and_the_ranks_keep_together() -> None:
 
 def test_the_memory_is_bounded_whatever_is_read() -> None:
     with windows(2, slots=4) as ranks:
-        assert ranks[0]._arena.size_bytes == 4 * node_reads.CELL_BYTES + 2 * 4096
+        assert ranks[0].arena.size_bytes == 4 * node_reads.CELL_BYTES + 2 * 4096
 
 
 def test_a_rank_that_is_not_done_with_a_cell_still_finds_it() -> None:
     """The first goes as far as it can, and no further: then the second takes all of it."""
     store, waits = Store(), threading.Event()
 
-    class Looks(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            if timeout is not None and timeout > node_reads._TURN_S:
+    class Looks(SystemClock):
+        """Looked at once for each cell, and each time that somebody has been waited for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[int] = []
+
+        def monotonic_s(self) -> float:
+            self.seen.append(len(store.reads))
+            if self.seen.count(self.seen[-1]) > 8:
                 waits.set()
-            return super().wait(timeout)
+            return super().monotonic_s()
 
     def goes_ahead() -> None:
         try:
@@ -121,8 +130,7 @@ def test_a_rank_that_is_not_done_with_a_cell_still_finds_it() -> None:
         finally:
             waits.set()
 
-    with windows(2, slots=8) as ranks:
-        ranks[0]._closed = Looks()
+    with windows(2, slots=8, clock=Looks()) as ranks:
         with on_thread(goes_ahead):
             assert waits.wait(TIMEOUT_S)
             assert store.reads == list(range(8))
@@ -195,7 +203,7 @@ def test_a_reader_that_hangs_is_waited_for_once() -> None:
         assert reading.wait(TIMEOUT_S)
         store.take(ranks[1], 0)
         assert store.reads == [0]
-        ranks[1]._wait_s = LONG_S
+        ranks[1].wait_s = LONG_S
         with at_once():
             store.take(ranks[1], 8)  # of the same slot
         goes_on.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,16 +17,15 @@ from torch import nn
 from everstep.errors import FormatError, OptionError, UnavailableError, UnsupportedStateError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
-from everstep.replay import exactness
 from everstep.restore.offline import rank_files
 from everstep.restore.offline.audit import audit, pairs
-from everstep.restore.offline.rebuild import changes
 from everstep.restore.redo.driver import replay_conditions
 from everstep.run.chain import Chain
 from everstep.run.tensors import with_strides
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
+from tests.support.inside.declared import declared
 from tests.support.logged import (
     World,
     edit_base,
@@ -461,79 +459,6 @@ def test_a_base_of_another_run(run: Path) -> None:
             rebuilder.load(base, Chain(base.id, (), ""))
 
 
-# --- Counterfactuals --------------------------------------------------------------------
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("drop", [{6}, {5, 7}, {2, 3, 4, 5, 6, 7, 8, 9}, {9}])
-@pytest.mark.parametrize("name", ["sgd", "adamw fused", "nadam"])
-def test_counterfactual_is_what_the_optimizer_gives(
-    drop: set[int], name: str, run_folder: Path
-) -> None:
-    """The oracle is the optimizer itself, fed with the gradients that training saw."""
-    world = World(OPTIMIZERS[name])
-    rates: list[float] = []
-    with opened(run_folder, world, every=1000) as ckpt:
-        ckpt.resume()
-        for _ in range(9):
-            rates.append(world.optimizer.param_groups[0]["lr"])
-            world.train()
-            ckpt.step()
-            if len(rates) == 1:
-                before = copy.deepcopy((world.model, world.optimizer.state_dict()))
-    forget(run_folder)
-    model, saved = before
-    optimizer = OPTIMIZERS[name](model.parameters())
-    optimizer.load_state_dict(saved)
-    for step in range(2, 10):
-        if step in drop:
-            continue
-        optimizer.param_groups[0]["lr"] = rates[step - 1]
-        for parameter, gradient in zip(model.parameters(), world.gradients[step - 1], strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
-        optimizer.step()
-    with rebuilder_of(run_folder) as rebuilder:
-        logged, other = rebuilder.without(9, drop, None)
-    assert logged.exact
-    assert (other.exact, other.step) == (False, 9)
-    assert "left out" in other.why
-    for key, parameter in model.named_parameters():
-        entry = other.state.aliases.get(f"model/{key}", f"model/{key}")
-        wanted = parameter.detach().numpy().tobytes()
-        assert bytes(other.state.bytes_of(entry)) == wanted, key
-    found = {change.entry: change for change in changes(logged.state, other.state)}
-    weight = found["model/0.weight"]
-    apart = model[0].weight.detach().double() - world.model[0].weight.detach().double()
-    assert weight.max_abs == float(apart.abs().max())
-    assert "model/1.running_mean" not in found  # as it was logged
-    assert "everstep/objects/scheduler" not in found
-
-
-def test_nothing_dropped_changes_nothing(run: Path) -> None:
-    with rebuilder_of(run) as rebuilder:
-        logged, other = rebuilder.without(7, set(), 1)
-        assert (logged.base.step, logged.replayed) == (1, 6)
-        assert changes(logged.state, other.state) == []
-        assert not other.exact
-
-
-@pytest.mark.parametrize(
-    ("to", "drop", "begin", "told"),
-    [
-        (7, {9}, None, "step 9 comes after step 7"),
-        (7, {5}, 5, "replay from step 5 on comes too late for step 5"),
-        (7, {1}, None, "no base at or before step 0 leads to step 7"),
-        (12, {5}, None, "has step 12"),
-        (7, set(), 8, "replay from step 8 on comes too late"),
-    ],
-)
-def test_counterfactuals_that_cannot_be(
-    run: Path, to: int, drop: set[int], begin: int | None, told: str
-) -> None:
-    with rebuilder_of(run) as rebuilder, pytest.raises(OptionError, match=told):
-        rebuilder.without(to, drop, begin)
-
-
 def test_declared_classes_of_this_program_are_replayed(run_folder: Path) -> None:
     class Twice(torch.optim.Optimizer):
         """Its count of steps is no tensor."""
@@ -550,18 +475,12 @@ def test_declared_classes_of_this_program_are_replayed(run_folder: Path) -> None
                         state["count"] = state.get("count", 0) + 1
                         parameter -= 2 * group["lr"] / state["count"] * parameter.grad
 
-    exactness.declare(Twice, elementwise=True)
-    try:
+    with declared(Twice):
         train(run_folder, World(Twice), 6, every=5)
         with rebuilder_of(run_folder) as rebuilder:
             assert "declared by its user" in rebuilder.state_at(4).why
-            logged, other = rebuilder.without(6, {3}, 1)
+            rebuilt = rebuilder.state_at(6)
             (found,) = [audit(rebuilder, pair) for pair in pairs(rebuilder)][:1]
-    finally:
-        exactness._DECLARED.pop(exactness.kind_name(Twice))
-    counts = [
-        decode(one.state.objects["everstep/objects/optimizer"])["state"]["model.0.weight"]["count"]  # type: ignore[index]
-        for one in (logged, other)
-    ]
-    assert counts == [6, 5]
+    state: Any = decode(rebuilt.state.objects["everstep/objects/optimizer"])
+    assert state["state"]["model.0.weight"]["count"] == 6
     assert (found.verdict, found.reason[:30]) == ("equal", "replay is not exact here: test")

@@ -27,7 +27,8 @@ from everstep.replay.updates import Update
 from everstep.restore.redo import driver, live
 from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
-from everstep.run.log_reads import Prefetch, SegmentReads
+from everstep.run.log_reads import LogReads, Prefetch
+from everstep.run.segments import SegmentFound
 from tests.support.log.redone import STEPS, Wide, resumed, trained
 from tests.support.logged import World, opened, segments_of
 from tests.support.world import TIMEOUT_S
@@ -161,15 +162,15 @@ def test_a_record_that_is_not_what_it_was_is_not_applied(
     """A bit that flips in memory, behind the checks of the file."""
     run = tmp_path / "run"
     states = trained(run)
-    read = SegmentReads.read
+    read = LogReads.read
 
-    def flipping(self: SegmentReads) -> LogRecord:
-        record = read(self)
+    def flipping(self: LogReads, segment: SegmentFound, place: int) -> LogRecord:
+        record = read(self, segment, place)
         if record.head.kind == "update" and record.head.step == 6:
             record.data[40] ^= 1
         return record
 
-    monkeypatch.setattr(SegmentReads, "read", flipping)
+    monkeypatch.setattr(LogReads, "read", flipping)
     with resumed(run) as (world, recovery):
         assert (recovery.step, recovery.replayed) == (5, 5)
         assert str(segments_of(run)[0].path.parent) in recovery.skipped[-1].reason
@@ -184,11 +185,11 @@ def test_the_next_segment_is_read_while_one_is_replayed(
     states = trained(tmp_path / "run", batch_steps=1)
     count = threading.Semaphore(0)
     apply = LiveMemory.apply
-    read = SegmentReads.read
+    read = LogReads.read
     overlapped: list[bool] = []
 
-    def noting(self: SegmentReads) -> LogRecord:
-        record = read(self)
+    def noting(self: LogReads, segment: SegmentFound, place: int) -> LogRecord:
+        record = read(self, segment, place)
         if record.head.kind == "mark":
             count.release()
         return record
@@ -198,7 +199,7 @@ def test_the_next_segment_is_read_while_one_is_replayed(
             overlapped.append(all(count.acquire(timeout=TIMEOUT_S) for _ in range(2)))
         apply(self, key, updates)
 
-    monkeypatch.setattr(SegmentReads, "read", noting)
+    monkeypatch.setattr(LogReads, "read", noting)
     monkeypatch.setattr(LiveMemory, "apply", waiting)
     with resumed(tmp_path / "run") as (world, _):
         assert world.snapshot() == states[STEPS]
@@ -212,13 +213,13 @@ def test_no_more_is_read_than_memory_allows(
     """With room for nothing: one step in hand, and one being made."""
     monkeypatch.setattr(driver, "memory_available_bytes", lambda: 0)
     states = trained(tmp_path / "run", batch_steps=batch_steps)
-    read = SegmentReads.read
+    read = LogReads.read
     apply = LiveMemory.apply
     done: list[str] = []
     most: list[int] = []
 
-    def noting(self: SegmentReads) -> LogRecord:
-        record = read(self)
+    def noting(self: LogReads, segment: SegmentFound, place: int) -> LogRecord:
+        record = read(self, segment, place)
         if record.head.kind == "mark":
             done.append("read")
             most.append(done.count("read") - done.count("applied"))
@@ -228,7 +229,7 @@ def test_no_more_is_read_than_memory_allows(
         apply(self, key, updates)
         done.append("applied")
 
-    monkeypatch.setattr(SegmentReads, "read", noting)
+    monkeypatch.setattr(LogReads, "read", noting)
     monkeypatch.setattr(LiveMemory, "apply", applied)
     with resumed(tmp_path / "run") as (world, recovery):
         assert recovery.replayed == STEPS

@@ -377,7 +377,7 @@ def test_commands_on_a_base_of_several_ranks(tmp_path: Path, ring: ChunkRing) ->
     base = save(run, "fsdp", 2, SEED, ring)
 
     assert command("verify", str(run))[0] == 0
-    status, text = command("inspect", str(run), "--table")
+    status, text = command("inspect", str(run))
     assert status == 0
     assert "rank-00001" in text
     assert "shard(0)@2:0-1" in text

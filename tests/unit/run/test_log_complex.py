@@ -24,7 +24,7 @@ class Training:
         self.model.register_parameter("a", parameter(torch.randn(1, dtype=torch.float64)))
         for name, count in (("b", 1), ("c", 3), ("d", 2)):
             self.model.register_parameter(name, parameter(torch.randn(count, dtype=torch.cfloat)))
-            self.model._parameters[name] = parameter(torch.randn(count, dtype=torch.complex128))
+            setattr(self.model, name, parameter(torch.randn(count, dtype=torch.complex128)))
         self.model.register_buffer("e", torch.randn(1, dtype=torch.complex128))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}

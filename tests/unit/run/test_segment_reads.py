@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from everstep.restore.log import LogFound
 from everstep.restore.redo.driver import verified_steps
 from everstep.run import log_reads
 from everstep.run.chain import Chain
-from everstep.run.log_reads import ReadBudget, SegmentReads
+from everstep.run.log_reads import LogReads
 from everstep.run.segments import read_segment, validated
 from everstep.seams import PosixFileSystem
 from everstep.state.layout.entries import Entry
@@ -66,13 +67,10 @@ def written(run: Path, ring: ChunkRing, numel: int) -> list[LogRecord]:
 
 
 @contextmanager
-def reading(run: Path, ring: ChunkRing, first: int) -> Iterator[SegmentReads]:
+def reading(run: Path, ring: ChunkRing) -> Iterator[tuple[LogReads, Callable[[int], LogRecord]]]:
     (segment,) = (validated(one, RUN) for one in segments_of(run))
-    reads = SegmentReads(PosixFileSystem(), segment, ReadBudget(ring, TIMEOUT_S), first=first)
-    try:
-        yield reads
-    finally:
-        reads.close()
+    with closing(LogReads(PosixFileSystem(), ring, TIMEOUT_S)) as reads:
+        yield reads, partial(reads.read, segment)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, 5000])
@@ -83,9 +81,8 @@ def test_the_same_records_from_any_place_on(
     """In reads of a page, of which several make up a record."""
     monkeypatch.setattr(log_reads, "_READ_BYTES", 4096)
     records = written(tmp_path, ring, numel)
-    with reading(tmp_path, ring, first) as reads:
-        found = [reads.read() for _ in records[first:]]
-        assert reads.next == len(records)
+    with reading(tmp_path, ring) as (_, read):
+        found = [read(number) for number in range(first, len(records))]
     (segment,) = segments_of(tmp_path)
     whole = read_segment(PosixFileSystem(), segment, ring, timeout_s=TIMEOUT_S)
     for expected, other, got in zip(records[first:], whole[first:], found, strict=True):
@@ -142,13 +139,17 @@ def test_what_is_taken_for_replay_is_verified(
     assert rest == []
 
 
-def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, ring: ChunkRing) -> None:
+def test_a_file_that_is_cut_while_it_is_read(
+    tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_reads, "_AHEAD_RECORDS", 0)
     written(tmp_path, ring, 100_000)
     (segment,) = segments_of(tmp_path)
-    with reading(tmp_path, ring, 0) as reads:
+    with reading(tmp_path, ring) as (_, read):
+        read(0)
         os.truncate(Path(segment.path) / "rank-00000.safetensors", 8192)
         with pytest.raises(DamageError, match="is truncated"):
-            reads.read()
+            read(1)
 
 
 def test_memory_is_lent_once_at_a_time() -> None:
@@ -183,18 +184,18 @@ def test_no_two_that_are_lent_lie_in_one_memory(sizes: list[int], kept: int) -> 
             assert bytes(mine) == bytes([owner]) * mine.nbytes
 
 
-@pytest.mark.parametrize(("limit", "begun"), [(3000, 3), (1 << 20, 2 * STEPS)])
-def test_no_more_is_begun_than_the_next_step(
+@pytest.mark.parametrize(("limit", "begun"), [(3000, 2), (1 << 20, 2 * STEPS)])
+def test_no_more_is_begun_than_the_limit(
     limit: int, begun: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update of 5000 bytes and the small mark behind it; the next step is as large."""
-    monkeypatch.setattr(log_reads, "_AHEAD_BYTES_MAX", limit)
+    monkeypatch.setattr(log_reads, "_AHEAD_BYTES", limit)
     records = written(tmp_path, ring, 1000)
-    with reading(tmp_path, ring, 0) as reads:
-        first = reads.read()
+    with reading(tmp_path, ring) as (reads, read):
+        first = read(0)
         assert bytes(first.data) == bytes(records[0].data)
-        assert len(reads._pending) == begun - 1
-        assert [bytes(reads.read().data) for _ in records[1:]] == [
+        assert reads.pending == begun - 1
+        assert [bytes(read(number).data) for number in range(1, len(records))] == [
             bytes(record.data) for record in records[1:]
         ]
 
@@ -203,31 +204,28 @@ def test_no_more_is_begun_than_the_next_step(
 def test_one_step_is_read_while_another_is_in_use(
     kept: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a step is all that is allowed: the memory of two, whoever keeps the last one."""
-    monkeypatch.setattr(log_reads, "_AHEAD_BYTES_MAX", 0)
-    monkeypatch.setattr(log_reads, "_LENT_BYTES_MAX", 0)
+    """Where steps are large: the memory of two, whoever keeps the last one."""
+    monkeypatch.setattr(log_reads, "_AHEAD_BYTES", 0)
     records = written(tmp_path, ring, 100_000)
     step_bytes = sum(record.layout.size_bytes for record in records[4:])
-    most_bytes, ahead = 0, 0
-    take = log_reads.ReadBudget.take
+    most_bytes = 0
+    take = ReusedMemory.take
 
-    def noting(self: log_reads.ReadBudget, size_bytes: int) -> memoryview:
+    def noting(self: ReusedMemory, size_bytes: int) -> memoryview:
         nonlocal most_bytes
         memory = take(self, size_bytes)
         most_bytes = max(most_bytes, self.lent_bytes)
         return memory
 
-    monkeypatch.setattr(log_reads.ReadBudget, "take", noting)
-    with reading(tmp_path, ring, 0) as reads:
+    monkeypatch.setattr(ReusedMemory, "take", noting)
+    with reading(tmp_path, ring) as (_, read):
         held: list[LogRecord] = []
         for number, record in enumerate(records):
             if number % 2 == 0:
                 held = held[-2:] if kept else []
-            held.append(reads.read())
+            held.append(read(number))
             assert bytes(held[-1].data) == bytes(record.data)
-            ahead += any(coming.index.head.step > record.head.step for coming in reads._pending)
-    assert ahead  # of the step that was asked for
-    assert step_bytes < most_bytes <= 2 * step_bytes + step_bytes // 8
+    assert step_bytes <= most_bytes <= (1 + kept) * (step_bytes + step_bytes // 8)
 
 
 def test_a_small_request_does_not_cost_a_large_block() -> None:
@@ -253,8 +251,7 @@ def test_hardly_more_is_taken_than_was_lent_at_one_time(sizes: list[int], kept: 
     for size in sizes:
         view = memory.take(size)
         most_bytes = max(most_bytes, memory.lent_bytes)
-        free_bytes = sum(block.size_bytes for block in memory._free)
         assert memory.lent_bytes >= size + sum(other.nbytes for other in held)
-        assert memory.lent_bytes + free_bytes <= most_bytes + most_bytes // 8
+        assert memory.lent_bytes + memory.free_bytes <= most_bytes + most_bytes // 8
         held = [*held, view][-kept:] if kept else []
         del view

@@ -113,7 +113,6 @@ def test_pythons_own_would(make: Callable[[Any], Any], kind: Any) -> None:
 def test_they_do_what_pythons_do() -> None:
     condition, order = Condition(), list[str]()
     with condition:
-        assert condition._is_owned()  # type: ignore[attr-defined]
         with condition:  # as often as one likes
             order.append("in")
         assert not is_free(condition)

@@ -18,6 +18,15 @@ _ROUND = 1024 - 8
 _TIMEOUT_S = 20.0
 
 
+def group_of(monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> TorchGroup:
+    """The group of a rank, as torch would make it; ``group=`` of its collectives is the rank."""
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "new_group", lambda **_: rank)
+    return TorchGroup(_TIMEOUT_S)
+
+
 def exchanged(monkeypatch: pytest.MonkeyPatch, said: list[bytes]) -> tuple[list[list[bytes]], int]:
     """What each rank has from all, a thread each, and the rounds that it took."""
     meet = threading.Barrier(len(said), timeout=_TIMEOUT_S)
@@ -34,14 +43,11 @@ def exchanged(monkeypatch: pytest.MonkeyPatch, said: list[bytes]) -> tuple[list[
             rounds.append(1)
         meet.wait()
 
-    def one(rank: int) -> list[bytes]:
-        group = object.__new__(TorchGroup)
-        group.rank, group.world, group._group = rank, len(said), rank
-        return group._gather(said[rank])
-
     monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "monitored_barrier", lambda *_, **__: None)
+    groups = [group_of(monkeypatch, rank, len(said)) for rank in range(len(said))]
     with ThreadPoolExecutor(len(said)) as pool:
-        found = list(pool.map(one, range(len(said))))
+        found = list(pool.map(lambda group: group.exchange("a test", said[group.rank]), groups))
     return found, len(rounds)
 
 
@@ -73,10 +79,10 @@ def test_it_is_said_in_host_memory_whatever_the_default_device(
             one.copy_(mine)
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
-    group = object.__new__(TorchGroup)
-    group.world, group._group = 2, None
+    monkeypatch.setattr(dist, "monitored_barrier", lambda *_, **__: None)
+    group = group_of(monkeypatch, rank=0, world=2)
     with torch.device("meta"):
-        assert group._gather(b"said") == [b"said"] * 2
+        assert group.exchange("a test", b"said") == [b"said"] * 2
 
 
 class Work:
@@ -101,10 +107,9 @@ def test_whether_any_says_yes_is_waited_for_when_it_is_needed_or_before_an_excha
         return Work(answer, bool(others), done)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(TorchGroup, "_meet", lambda *_: done.append("met"))
-    monkeypatch.setattr(TorchGroup, "_gather", lambda _, data: [data])
-    group = object.__new__(TorchGroup)
-    group._group = group._begun = None
+    monkeypatch.setattr(dist, "monitored_barrier", lambda *_, **__: done.append("met"))
+    monkeypatch.setattr(dist, "all_gather", lambda found, mine, group: found[0].copy_(mine))
+    group = group_of(monkeypatch, rank=0, world=1)
     with torch.device("meta"):
         heard = group.begin_any("a test", bool(mine))
     assert done == []

@@ -20,7 +20,7 @@ def test_they_end_with_what_has_made_them() -> None:
     """Nobody closes what an interrupted start has made."""
     threads, gate = IoThreads(3, "everstep-test"), threading.Event()
     done = [threads.submit(gate.wait, TIMEOUT_S) for _ in range(4)]
-    running = list(threads._threads)
+    running = list(threads.running)
     del threads
     gc.collect()
     gate.set()
@@ -35,7 +35,7 @@ def test_they_start_again_behind_a_close() -> None:
     threads = IoThreads(2, "everstep-test")
     for number in range(3):
         assert threads.submit(int, number).result(TIMEOUT_S) == number
-        running = list(threads._threads)
+        running = list(threads.running)
         threads.close()
         assert len(running) == 2
         assert not any(thread.is_alive() for thread in running)
@@ -57,7 +57,7 @@ def test_an_interrupted_start_is_made_up_for(count: int) -> None:
         held = [threads.submit(hold) for _ in range(count)]
         at_work = {busy.get(timeout=TIMEOUT_S) for _ in held}
         rest = [threads.submit(order.append, number) for number in range(3)]
-        for thread in threads._threads:
+        for thread in threads.running:
             if thread.is_alive() and thread.ident not in at_work:
                 thread.join(TIMEOUT_S)
                 assert not thread.is_alive(), "too many threads"

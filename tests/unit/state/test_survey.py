@@ -75,7 +75,7 @@ def assert_as_new(state: State, values: Values) -> None:
 def looks() -> Iterator[list[str]]:
     """Sections of modules and optimizers that are looked at anew meanwhile."""
     found: list[str] = []
-    of_module, of_optimizer = ModuleProvider.collect, OptimizerProvider._collect
+    of_module, of_optimizer = ModuleProvider.collect, OptimizerProvider.collect_state
 
     def module(self: ModuleProvider) -> dict[str, Any]:
         found.append(self.section)
@@ -87,7 +87,7 @@ def looks() -> Iterator[list[str]]:
 
     with (
         mock.patch.object(ModuleProvider, "collect", module),
-        mock.patch.object(OptimizerProvider, "_collect", optimizer),
+        mock.patch.object(OptimizerProvider, "collect_state", optimizer),
     ):
         yield found
 
@@ -480,7 +480,7 @@ def test_what_a_wrapper_wraps_may_change() -> None:
     values: Values = {"model": torch.compile(nn.Linear(2, 2))}
     state = State(values)
     state.survey()
-    values["model"]._modules["_orig_mod"] = nn.Linear(3, 3)
+    values["model"].add_module("_orig_mod", nn.Linear(3, 3))
     assert_as_new(state, values)
     assert state.survey().tensors["model/weight"].shape == (3, 3)
 
@@ -768,9 +768,8 @@ def alike(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     now = tensor.detach()
     return (
         now.data_ptr() == view.data_ptr()
-        and now.untyped_storage()._cdata == view.untyped_storage()._cdata
-        and now.storage_offset() == view.storage_offset()
-        and (now.shape, now.stride(), now.dtype) == (view.shape, view.stride(), view.dtype)
+        and now.is_set_to(view)  # storage, offset, shape and strides
+        and now.dtype == view.dtype
         and (now.is_conj(), now.is_neg()) == (view.is_conj(), view.is_neg())
     )
 

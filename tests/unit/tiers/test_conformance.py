@@ -13,7 +13,7 @@ import pytest
 from everstep.errors import DamageError, StorageError
 from everstep.seams import PosixFileSystem
 from everstep.testing import conformance as checks
-from everstep.testing.conformance import CHECKS, Check, Place, conformance
+from everstep.testing.conformance import CHECKS, Check, Place, conformance, walk
 from everstep.testing.faultytier import SURVIVED, FaultKind, FaultyTier
 from everstep.tiers.contract import Item, Tier, Traits, check_name
 from everstep.tiers.disk_tier import DiskTier
@@ -250,20 +250,21 @@ class _Mixes(_Base):
 
 class _FindsFolders(_Base):
     def open(self, name: Any) -> Any:
-        if self.walk(name) and name not in self._objects:
+        if self.scan(name) and name not in self._objects:
             return MemoryFile([])
         return super().open(name)
 
 
 class _ListsByLetters(_Base):
-    def walk(self, prefix: Any = "") -> Any:
-        found = super().walk()
-        return [item for item in found if item.name.startswith(prefix)]
+    def scan(self, prefix: Any = "") -> Any:
+        beside = super().scan(prefix.rpartition("/")[0])
+        more = [item for item in beside if item.name.startswith(prefix) and item.name != prefix]
+        return sorted({*super().scan(prefix), *more})
 
 
 class _ListsUnsorted(_Base):
-    def walk(self, prefix: Any = "") -> Any:
-        return super().walk(prefix)[::-1]
+    def scan(self, prefix: Any = "") -> Any:
+        return super().scan(prefix)[::-1]
 
 
 class _DeletesOnce(_Base):
@@ -282,14 +283,14 @@ class _Forgets(_Base):
 class _SweepsAll(_Base):
     def sweep(self, prefix: Any) -> Any:
         check_name(prefix)
-        for item in self.walk(prefix):
+        for item in walk(self, prefix):
             self.delete(item.name)
 
 
 class _EscapesNames(_Base):
-    def walk(self, prefix: Any = "") -> Any:
+    def scan(self, prefix: Any = "") -> Any:
         return [
-            Item(item.name.replace("%20", " "), item.size_bytes) for item in super().walk(prefix)
+            Item(item.name.replace("%20", " "), item.size_bytes) for item in super().scan(prefix)
         ]
 
 

@@ -29,7 +29,7 @@ from everstep.errors import (
 )
 from everstep.seams import PosixFileSystem
 from everstep.testing import conformance as checks
-from everstep.testing.conformance import CHECKS, Place, conformance
+from everstep.testing.conformance import CHECKS, Place, conformance, walk
 from everstep.tiers import object as object_module
 from everstep.tiers.contract import read_whole
 from everstep.tiers.memory import MemoryFile
@@ -37,6 +37,7 @@ from everstep.tiers.object import ObjectTier, translate_error
 from everstep.tiers.options import open_tier
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from tests.support.copying import train
+from tests.support.inside.dying import die
 from tests.support.objectstore import KEY, SECRET, FaultProxy, options, server, weed
 
 pytest.importorskip("obstore")
@@ -262,7 +263,7 @@ def test_no_error_shows_a_secret(proxy: FaultProxy, caplog: pytest.LogCaptureFix
     tier = retrying(tier_at(proxy.url))
     calls = [
         ("GET", lambda: tier.check()),
-        ("GET", lambda: tier.walk()),
+        ("GET", lambda: tier.scan()),
         ("HEAD", lambda: tier.open("x")),
         ("PUT", lambda: tier.put("x", source(b"x"))),
         ("PUT", lambda: tier.create("y", b"x")),
@@ -373,7 +374,7 @@ def test_a_forked_child_is_refused_and_does_not_hang(endpoint: str) -> None:
         except UnavailableError:
             os.write(writing, b"refused")
         finally:
-            os._exit(0)
+            die()
     os.close(writing)
     _, status = os.waitpid(child, 0)
     assert os.read(reading, 100) == b"refused"
@@ -420,7 +421,7 @@ def test_a_flipped_bit_in_the_store_is_found(store: str, run_folder: Path) -> No
     train(run_folder, 2, tiers=[store])
     shutil.rmtree(run_folder)
     tier = open_tier(store, PosixFileSystem())
-    (name,) = [item.name for item in tier.walk() if item.name.endswith(".safetensors")]
+    (name,) = [item.name for item in walk(tier) if item.name.endswith(".safetensors")]
     data = bytearray(read(tier, name))
     data[-1] ^= 1
     tier.put(name, source(bytes(data)))

@@ -1,4 +1,4 @@
-"""Names, URLs, caps, retries, and tiers as file systems."""
+"""Names, URLs, options, retries, and tiers as file systems."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 
 from everstep.errors import (
     DeadlineError,
-    InfeasibleError,
     OptionError,
     OutOfSpaceError,
     PermissionDeniedError,
     UnreachableError,
 )
-from everstep.keeper.ship.courier import HOUR_S, ObjectRate
 from everstep.seams import ManualClock, PosixFileSystem
+from everstep.testing.conformance import walk
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
@@ -56,37 +55,7 @@ def test_what_is_a_url(text: str, url: bool) -> None:
     assert is_url(text) == url
 
 
-# --- Caps -------------------------------------------------------------------------------
-
-
-def test_no_hour_has_more_than_the_cap() -> None:
-    """Whatever is asked for: windows are looked at from every moment."""
-    clock, cap = ManualClock(), 20
-    rate = ObjectRate(cap, clock)
-    written: list[tuple[float, int]] = []
-    for number in range(200):
-        count = 1 + number * 7 % 5
-        wait_s = rate.wait_s(count)
-        if wait_s > 0:
-            clock.advance(wait_s / 2)
-            assert rate.wait_s(count) > 0, "it said that it would take longer"
-            clock.advance(wait_s / 2)
-            assert rate.wait_s(count) == 0, "it said that it would take no longer"
-        rate.wrote(count)
-        written.append((clock.monotonic_s(), count))
-        clock.advance(number * 37 % 101)
-    for begin_s, _ in written:
-        inside = sum(n for at_s, n in written if begin_s <= at_s < begin_s + HOUR_S)
-        assert inside <= cap
-    assert rate.total == sum(n for _, n in written)
-
-
-def test_caps_that_let_nothing_through() -> None:
-    with pytest.raises(OptionError):
-        ObjectRate(0, ManualClock())
-    with pytest.raises(InfeasibleError):
-        ObjectRate(3, ManualClock()).wait_s(4)
-    assert ObjectRate(None, ManualClock()).wait_s(10**9) == 0
+# --- Options ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +65,6 @@ def test_caps_that_let_nothing_through() -> None:
         {"where": 7},
         {"where": "s3://b", "every_s": -1},
         {"where": "s3://b", "keep": 0},
-        {"where": "s3://b", "objects_per_hour": 0},
         {"where": "s3://b", "keep": True},
     ],
 )
@@ -193,7 +161,7 @@ def test_what_the_disk_says(number: int, kind: type[Exception]) -> None:
             call()
         assert caught.value.tier == "disk"
         assert caught.value.path == "/tier/x"
-    assert [item.name for item in tier.walk()] == ["kept"]
+    assert [item.name for item in walk(tier)] == ["kept"]
 
 
 def test_what_the_disk_tier_has_said_survives_power_loss() -> None:
@@ -210,7 +178,7 @@ def test_what_the_disk_tier_has_said_survives_power_loss() -> None:
     for image in filesystem.crash_images(seed=5, count=40):
         count += 1
         after = DiskTier(image, PurePath("/a/b/tier"))
-        assert [item.name for item in after.walk()] == ["deep/er/two", "deep/one"]
+        assert [item.name for item in walk(after)] == ["deep/er/two", "deep/one"]
         assert after.open("deep/one").size_bytes == 18_000
     assert count > 40
 
@@ -227,7 +195,7 @@ def test_the_folder_around_it_may_be_one_that_cannot_be_read(tmp_path: Path) -> 
     tier = DiskTier(HookedFileSystem(closed), PurePath(place))
     tier.put("log/one", source(b"1"))
     assert tier.create("two", b"2")
-    assert [item.name for item in tier.walk()] == ["log/one", "two"]
+    assert [item.name for item in walk(tier)] == ["log/one", "two"]
 
 
 def test_a_folder_that_another_rank_has_deleted_meanwhile_is_no_error(tmp_path: Path) -> None:
@@ -245,7 +213,7 @@ def test_a_folder_that_another_rank_has_deleted_meanwhile_is_no_error(tmp_path: 
     filesystem.hook = the_other_is_faster
     tier.delete("log/0")
     assert ("sync_dir", PurePath(tmp_path) / "tier" / "log") in filesystem.seen
-    assert tier.walk() == []
+    assert walk(tier) == []
 
 
 def test_a_disk_tier_follows_no_links(tmp_path: Path) -> None:
@@ -253,7 +221,7 @@ def test_a_disk_tier_follows_no_links(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     (tmp_path / "tier" / "link").symlink_to(tmp_path / "secret")
     tier = DiskTier(PosixFileSystem(), PurePath(tmp_path) / "tier")
-    assert tier.walk() == []
+    assert walk(tier) == []
     with pytest.raises(Exception, match="link"):
         tier.open("link")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path, PurePath
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,46 +13,100 @@ import torch
 from everstep import Checkpointer
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
-from everstep.keeper.ship.couriers import Couriers, WatchedTier
-from everstep.seams import ManualClock, Seams
+from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
+from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.couriers import Couriers
+from everstep.keeper.ship.log_copies import LogCopies
+from everstep.seams import ManualClock, PosixFileSystem, ReadFile, Seams
 from everstep.testing.conformance import CHECKS, Check, Place
+from everstep.tiers.contract import Tier, pieces_of
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import TierOptions
 from tests.support.following import until
-from tests.support.ranks.peer_logs import Log
+from tests.support.ranks.peer_logs import IDENTITY, Log
 from tests.support.world import Gate, HookedFileSystem
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_it_is_the_tier_that_it_watches(check: Check) -> None:
-    tier = WatchedTier(MemoryTier(), ManualClock())
+def test_a_courier_sees_the_tier_that_it_watches(check: Check) -> None:
+    tier = _courier(MemoryTier(), ManualClock()).place.tier
     check(Place(lambda: tier, large_bytes=1_000_001))
-    assert tier.stuck(1e-9) is None, "nothing is under way"
 
 
-def test_what_is_written_moves_with_each_piece() -> None:
-    clock, moved = ManualClock(), []
+def _courier(tier: Tier, clock: ManualClock) -> Courier:
+    def fail(error: EverstepError) -> None:
+        raise error
 
-    class Slow(MemoryFile):
-        def read_into(self, buffer: memoryview, offset: int) -> int:
+    return Courier(tier, 1, clock, fail)
+
+
+def test_each_operation_on_a_place_and_each_read_of_it_moves_its_courier() -> None:
+    clock = ManualClock()
+    tier = MemoryTier()
+    tier.put("a", MemoryFile([memoryview(b"bytes")]))
+    courier = _courier(tier, clock)
+    stalled: list[float] = []
+
+    def turn() -> None:
+        file = courier.place.tier.open("a")
+        for operation in (
+            lambda: courier.place.tier.scan(),
+            lambda: courier.place.tier.create("b", b"x"),
+            lambda: file.read_into(memoryview(bytearray(5)), 0),
+            lambda: courier.place.size_of("a"),
+        ):
             clock.advance(7.0)
-            moved.append(tier.stuck(7.0))
-            return super().read_into(buffer, offset)
+            stalled.append(courier.stalled_s)
+            operation()
+            stalled.append(courier.stalled_s)
 
-    tier = WatchedTier(MemoryTier(), clock)
-    tier.put("a", Slow([memoryview(bytes(100))]))
-    assert moved[0] == ("writing a", 7.0), "a piece that takes long"
-    assert set(moved) == {("writing a", 7.0)}, "and not longer with each"
-    assert tier.stuck(1.0) is None
+    work: Any = SimpleNamespace(turn=turn)
+    courier.take_turn(work)
+    assert stalled == [7.0, 0.0] * 4
+
+
+@pytest.mark.parametrize("base", [True, False], ids=["base", "log"])
+def test_what_is_written_moves_with_each_piece(run_folder: Path, base: bool) -> None:
+    """A tier that takes the bytes piece by piece, each of which takes long."""
+    clock = ManualClock()
+    stalled: list[float] = []
+    found: list[Courier] = []
+
+    class Slow(MemoryTier):
+        def put(self, name: str, source: ReadFile) -> None:
+            data = bytearray()
+            for piece in pieces_of(source, name, 1 + source.size_bytes // 4):
+                clock.advance(7.0)
+                stalled.append(found[0].stalled_s)
+                data += piece
+            super().put(name, MemoryFile([memoryview(bytes(data))]))
+
+    courier = _courier(Slow(), clock)
+    found.append(courier)
+    if base:
+        _one_base(run_folder)
+        group = CopyGroup(None, clock, 0, 0, 1, timeout_s=120.0)
+        courier.take_turn(BaseCopies(courier, PosixFileSystem(), run_folder, group, keep=1))
+    else:
+        log = Log()
+        log.step(1)
+        courier.take_turn(LogCopies(courier, log.store, IDENTITY, batch_steps=1))
+    assert courier.stats.copied == 1
+    assert len(stalled) >= 4
+    assert set(stalled) == {7.0}, "and not longer with each"
+
+
+def _one_base(run_folder: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    with Checkpointer(run_folder, {"model": model}, method="sync", every=1) as ckpt:
+        ckpt.resume()
+        ckpt.step()
 
 
 def test_a_place_that_hangs_is_told_of_once_and_not_waited_for(
     run_folder: Path, tmp_path: Path
 ) -> None:
-    model = torch.nn.Linear(3, 3)
-    with Checkpointer(run_folder, {"model": model}, method="sync", every=1) as ckpt:
-        ckpt.resume()
-        ckpt.step()
+    _one_base(run_folder)
     gate, clock, place = Gate(), ManualClock(), tmp_path / "place"
 
     def hang(op: str, path: PurePath) -> None:

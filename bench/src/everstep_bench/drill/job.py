@@ -131,13 +131,13 @@ class Start:
         ]
         self.events: list[list[Event]] = [[] for _ in range(hosts.count)]
         self.launched_s = self._heard_s = time.monotonic()
-        self._agents: list[subprocess.Popen[bytes]] = []
+        self.agents: list[subprocess.Popen[bytes]] = []
         port = hosts.network.port()
         try:
             for host in range(hosts.count):
                 extra = {"EVERSTEP_FAILPOINTS": (failpoints or {}).get(host, "")}
                 command = [*self._agent(host, port), *child, str(path)]
-                self._agents.append(hosts.start(host, command, self._log(host), extra))
+                self.agents.append(hosts.start(host, command, self._log(host), extra))
         except BaseException:
             self.end()
             raise
@@ -202,7 +202,7 @@ class Start:
                 for twice the timeout.
         """
         while True:
-            ended = [agent.poll() for agent in self._agents]
+            ended = [agent.poll() for agent in self.agents]
             self.poll()
             if until():
                 return
@@ -225,10 +225,10 @@ class Start:
         while lost and not culprits and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
             self.poll()
-            failed = [host for host, agent in enumerate(self._agents) if agent.poll()]
+            failed = [host for host, agent in enumerate(self.agents) if agent.poll()]
             culprits = [host for host in failed if not self.found(host, "lost")]
         if culprits:
-            status = self._agents[culprits[0]].poll()
+            status = self.agents[culprits[0]].poll()
             raise self._failed(culprits[0], f"has ended with status {status}")
         what = self.found(lost[0], "lost") if lost else None
         raise self._failed(lost[0] if lost else failed[0], f"is lost: {(what or {}).get('what')}")
@@ -265,7 +265,7 @@ class Start:
         """Ends agents and trainers, as a scheduler does before it starts a job again; keepers,
         which are in sessions of their own, stay."""
         self._hosts.end_programs(self._order)
-        for agent in self._agents:
+        for agent in self.agents:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(_REAP_S)
         self.poll()

@@ -35,12 +35,12 @@ class DeviceClock:
 
     def begin(self) -> None:
         """The first moment of a pair."""
-        self._begun = _now()
+        self._begun = moment()
 
     def end(self) -> None:
         """The second."""
         if self._begun is not None:
-            self._pairs.append((self._begun, _now()))
+            self._pairs.append((self._begun, moment()))
             self._begun = None
 
     def taken_s(self) -> float:
@@ -62,15 +62,15 @@ class PinnedLink:
     def bytes_per_s(self) -> float:
         """Of one copy, while nothing else is going on."""
         torch.cuda.synchronize()
-        begun = _now()
+        begun = moment()
         self._target.copy_(self._source, non_blocking=True)
-        ended = _now()
+        ended = moment()
         ended.synchronize()
         taken_ms: float = begun.elapsed_time(ended)
         return 1e3 * _LINK_BYTES / taken_ms
 
 
-def _now() -> Any:
+def moment() -> Any:
     """An event of the current stream, which says when."""
     event = _cuda.Event(enable_timing=True)
     event.record()

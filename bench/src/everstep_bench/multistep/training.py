@@ -67,6 +67,7 @@ class TimedTraining:
     Attributes:
         state_bytes, gradient_bytes: exactly, but for counters of some bytes.
         tensors: number of those in the state.
+        forward_s, backward_s: seconds of compute added to each.
         units: bytes of each parameter with its moments, in their order: none is cut.
 
     Raises:
@@ -94,7 +95,7 @@ class TimedTraining:
         self._inputs = torch.randn(each, generator=generator)
         self._matrix = torch.randn(_MATRIX, _MATRIX, generator=generator)
         self.gradient_bytes = layers * each * _ELEMENT_BYTES
-        self._forward_s = self._backward_s = 0.0
+        self.forward_s = self.backward_s = 0.0
         self.step()  # makes the moments
         held: list[torch.Tensor] = list(self._module.parameters())
         held += [t for moments in self._optimizer.state.values() for t in moments.values()]
@@ -115,10 +116,10 @@ class TimedTraining:
         """Forward, backward, update."""
         begin_s = time.monotonic()
         loss = torch.stack([torch.dot(weight, self._inputs) for weight in self._trained]).sum()
-        self._compute(self._forward_s)
+        self._compute(self.forward_s)
         forward_s = time.monotonic()
         loss.backward()  # type: ignore[no-untyped-call]
-        self._compute(self._backward_s)
+        self._compute(self.backward_s)
         backward_s = time.monotonic()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -135,9 +136,9 @@ class TimedTraining:
         """As much beside autograd and the update as makes a step as long as it is to be."""
         own = Lengths.of([self.step() for _ in range(_CALIBRATE)])
         left_s = step_s - own.update_s
-        self._forward_s = _FORWARD * left_s - own.forward_s
-        self._backward_s = (1 - _FORWARD) * left_s - own.backward_s
-        if min(self._forward_s, self._backward_s) < 0:
+        self.forward_s = _FORWARD * left_s - own.forward_s
+        self.backward_s = (1 - _FORWARD) * left_s - own.backward_s
+        if min(self.forward_s, self.backward_s) < 0:
             raise OptionError(
                 f"a step over {self.state_bytes / 1e6:.0f} MB takes {1e3 * own.step_s:.0f} ms here "
                 f"without any compute, and cannot take {1e3 * step_s:g} ms",

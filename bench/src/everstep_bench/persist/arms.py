@@ -237,7 +237,7 @@ class OursWrite(Arm):
         self.detail = 'method="sync", ' + ("keep=1" if column == "recycled" else "new files")
         self._run = run
         self._state = state
-        self._watch = CommitWatch()
+        self.watch = CommitWatch()
         self._checkpointer: Checkpointer | None = None
 
     def open(self) -> None:
@@ -250,7 +250,7 @@ class OursWrite(Arm):
                 method="sync",
                 every=1,
                 keep=1 if recycled else _KEEP_ALL,
-                seams=Seams(filesystem=self._watch),
+                seams=Seams(filesystem=self.watch),
             )
         for _ in range(_UNTIL_RECYCLED if recycled else 0):
             self._checkpointer.step()
@@ -262,17 +262,17 @@ class OursWrite(Arm):
             EverstepError: also when files were recycled that should be new, or the reverse.
         """
         assert self._checkpointer is not None
-        reused = self._watch.reused
-        self._watch.committed = None
+        reused = self.watch.reused
+        self.watch.committed = None
         begin = now()
         self._checkpointer.step()
         returned = now()
         stats = self._checkpointer.stats()
-        if self._watch.committed is None or stats.durable_step != stats.step:
+        if self.watch.committed is None or stats.durable_step != stats.step:
             raise EverstepError("the save came back and nothing was committed", step=stats.step)
-        if (self._watch.reused > reused) != (self.column == "recycled"):
+        if (self.watch.reused > reused) != (self.column == "recycled"):
             raise EverstepError(f"the files of this save were not {self.column}", step=stats.step)
-        return Sample.between(begin, self._watch.committed, returned)
+        return Sample.between(begin, self.watch.committed, returned)
 
     def clean(self) -> None:
         """Deletes fresh files."""

@@ -326,13 +326,14 @@ def _compare(training: _Training, checkpointer: Checkpointer, steps: int) -> tup
             states[checkpointer.stats().step] = state
         held = inspect(checkpointer).keepers.recall_leftovers(own=True).base
         if held is not None and held.id.step in states:
-            found = dict(_contents(held))
+            found = dict(contents_of(held))
             compared += 1
             torn += any(found[name] != data for name, data in states[held.id.step].items())
     return compared, torn
 
 
-def _contents(held: HeldBase) -> Iterator[tuple[str, bytes]]:
+def contents_of(held: HeldBase) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the bytes of each entry of a held base."""
     opened = held.open()
     for file, _, header, _ in opened.shards:
         for place in header.placed:

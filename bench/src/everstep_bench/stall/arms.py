@@ -93,16 +93,16 @@ class _Recording(_Base):
             super().copy_now([batch], block)
             self.copies.add(batch, begin_s, at_mark=True)
 
-    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
+    def copy_batch(self, batch: Batch, block: torch.Tensor) -> None:
         begin_s = time.monotonic()
-        super()._copy(batch, block)
+        super().copy_batch(batch, block)
         self.copies.add(batch, begin_s, at_mark=False)
 
-    def _copy_run(
+    def copy_run(
         self, run: Sequence[Batch], block: torch.Tensor, transfer: CpuTransfer, tell: Progress
     ) -> None:
         begin_s = time.monotonic()
-        super()._copy_run(run, block, transfer, tell)
+        super().copy_run(run, block, transfer, tell)
         self.copies.add_run(run, begin_s)
 
 

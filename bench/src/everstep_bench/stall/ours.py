@@ -61,16 +61,16 @@ class Ours(Arm):
             lane = lambda: DeviceLane(host())  # noqa: E731 - as the engine's own
         else:
             self._copies = None  # the engine's own lane does not tell
-        self._method: str | Method = method
+        self.method: str | Method = method
         if held:
             detail += f"; gradients held on the device for up to {_HELD_STEPS} steps"
-            self._method = Method(base="multistep", overlap_forward=True, held_steps=_HELD_STEPS)
+            self.method = Method(base="multistep", overlap_forward=True, held_steps=_HELD_STEPS)
         super().__init__(name, f'method="{method}", keep=1: {detail}')
         self.captures_in_steps = method in WAYS
         self._loop = loop
         self._run = folder / f"everstep-{name}"
         self._keeper = KeeperOptions(cores=placement.others, linger_s=LINGER_S)
-        self._seams = Seams(lane=lane)
+        self.seams = Seams(lane=lane)
         self._checkpointer: Checkpointer | None = None
 
     def open(self) -> None:
@@ -82,12 +82,12 @@ class Ours(Arm):
             self._checkpointer = Checkpointer(
                 self._run,
                 self._loop.training.state(),
-                method=self._method,
+                method=self.method,
                 every=None,
                 keep=1,
                 budget=Budget(host_bytes=host_bytes),
                 keeper=self._keeper,
-                seams=self._seams,
+                seams=self.seams,
             )
 
     def prepare(self) -> None:

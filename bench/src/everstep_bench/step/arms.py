@@ -22,6 +22,7 @@ from everstep.checkpointer import Checkpointer
 from everstep.compress import Compressor
 from everstep.config.options import KeeperOptions, LogOptions
 from everstep.seams import Seams
+from everstep.testing.conformance import walk
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.tiers.options import is_url, open_tier
 from everstep_bench.harness.children import TIMEOUT_S
@@ -509,7 +510,7 @@ class Ours(StepArm):
             self._checkpointer = None
             close_run(closing, self.processes(), self.setting.arm)
         for place in self._places:
-            _empty(place, self.seams())
+            empty_place(place, self.seams())
         super().close()
 
     @property
@@ -518,10 +519,11 @@ class Ours(StepArm):
         return self._checkpointer
 
 
-def _empty(place: str, seams: Seams) -> None:
+def empty_place(place: str, seams: Seams) -> None:
+    """Remove all copies from a place."""
     if not is_url(place):
         shutil.rmtree(place, ignore_errors=True)
         return
     with contextlib.closing(open_tier(place, seams.filesystem, clock=seams.clock)) as tier:
-        for item in tier.walk():
+        for item in walk(tier):
             tier.delete(item.name)

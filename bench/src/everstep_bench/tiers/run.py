@@ -19,6 +19,7 @@ from everstep.arena import CONTROL_BYTES, PAGE_BYTES
 from everstep.errors import DeadlineError, EverstepError, OptionError
 from everstep.seams import Seams
 from everstep.seams.processes.processes import process_ended
+from everstep.testing.conformance import walk
 from everstep.tiers.options import is_url, open_tier
 from everstep_bench.harness.children import TIMEOUT_S, Child
 from everstep_bench.harness.display import Display
@@ -119,7 +120,7 @@ def place_bytes(place: str) -> int:
         return files_bytes(Path(place))
     seams = Seams()
     with contextlib.closing(open_tier(place, seams.filesystem, clock=seams.clock)) as tier:
-        return sum(item.size_bytes or 0 for item in tier.walk())
+        return sum(item.size_bytes or 0 for item in walk(tier))
 
 
 def above(most: Mapping[int, int], bound_bytes: int) -> list[int]:

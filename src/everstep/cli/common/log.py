@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from everstep.cli.common.output import count_of, in_words, label, left_out, table
 from everstep.cli.common.runs import reading
-from everstep.format.header import ShardHeader
 from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
 from everstep.seams.filesystem import FileSystem
 
@@ -112,14 +110,6 @@ def segment_as_json(segment: SegmentFound) -> dict[str, Any]:
         "path": segment.path,
         "problem": segment.problem,
     }
-
-
-def records_in(file: Any, header: ShardHeader, path: PurePath) -> tuple[RecordHead, ...]:
-    """Return the records of a segment file; empty for any other file."""
-    from everstep.run.open_base import is_redo_file
-    from everstep.run.segments import read_heads
-
-    return read_heads(file, header, path) if is_redo_file(header) else ()
 
 
 def show_segments(out: Console, segments: Sequence[SegmentFound]) -> None:

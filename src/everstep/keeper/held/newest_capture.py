@@ -123,21 +123,6 @@ class NewestCapture:
             capture = self._held[0]
             return capture if capture.parked and capture.timeline == timeline else None
 
-    def durable(self, base: BaseId) -> tuple[Capture, Arena] | None:
-        """Return the capture of a durable base, and its memory, if it is held."""
-        held = self._held
-        # A capture with a redo file is not complete in memory: its file on disk has more than the
-        # block.
-        if held is None or held[0].redo is not None or not held[0].durable:
-            return None
-        found = BaseId(held[0].timeline, held[0].step)
-        return held if found == base and held[0].written else None
-
-    def has(self, capture: Capture) -> bool:
-        """Return True if ``capture`` is held, and so its memory is unchanged."""
-        held = self._held
-        return held is not None and held[0] is capture
-
     def drop(self, capture: Capture) -> None:
         """Drop a capture whose memory is about to change."""
         # Compared by identity: a newer capture may have taken its place meanwhile.

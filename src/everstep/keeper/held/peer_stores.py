@@ -287,15 +287,12 @@ class PeerLogStore:
 
     It outlives timelines, and several threads use it. All steps lie in one arena as large as the
     bound, whose pages are taken at first use.
-
-    Args:
-        bound_bytes: limit for all steps together, including those in flight (I10).
     """
 
-    def __init__(self, bound_bytes: int = 0) -> None:
+    def __init__(self) -> None:
         # Messages of peers and recalls access the steps at the same time.
         self._lock = threading.Lock()
-        self._shelf = HeldLogCopies(bound_bytes)
+        self._shelf = HeldLogCopies(0)
         self._sources: tuple[int, ...] = ()
         self._arena: Arena | None = None
         self._allocator: Allocator | None = None

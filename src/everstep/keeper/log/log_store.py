@@ -56,6 +56,7 @@ class LogStore:
     Attributes:
         listeners: called in the log's thread when a step is complete.
         forgotten: number of the last record whose memory was released.
+        stored: records kept, in order; changed under a lock by the serving thread.
     """
 
     def __init__(self, arena: Arena, segments: SegmentQueue) -> None:
@@ -65,7 +66,7 @@ class LogStore:
         self.forgotten = 0
         # The serving thread adds and drops records; replica, peers and copies read them.
         self._lock = threading.Lock()
-        self._stored: list[StoredRecord] = []
+        self.stored: list[StoredRecord] = []
         self._digested_count = 0
         # One thread: records are digested and written in the order in which they were made.
         self._thread = IoThreads(1, "everstep-log")
@@ -74,8 +75,8 @@ class LogStore:
     def steps(self) -> tuple[int, int] | None:
         """First and last complete step in memory; None: there is none."""
         with self._lock:
-            first = next((i.head.step for i in self._stored if i.head.kind == "mark"), None)
-            last = (i.head.step for i in reversed(self._stored) if i.head.kind == "mark")
+            first = next((i.head.step for i in self.stored if i.head.kind == "mark"), None)
+            last = (i.head.step for i in reversed(self.stored) if i.head.kind == "mark")
             return None if first is None else (first, next(last))
 
     def add(
@@ -90,7 +91,7 @@ class LogStore:
         item = StoredRecord(number, head, layout, objects, offset, self.segments.now_s)
         failpoint("keeper.log_arrived")
         with self._lock:
-            self._stored.append(item)
+            self.stored.append(item)
         # After the append: the thread may notify listeners, which look for this record.
         self._thread.submit(self._digest_record, item)
 
@@ -110,7 +111,7 @@ class LogStore:
         first = 0
         with self._lock:
             # Read without the lock below: this list only grows. forget() replaces it by another.
-            items = self._stored
+            items = self.stored
             begin = bisect_right(items, step, key=lambda item: item.head.step)
         for place in range(begin, len(items)):
             item = items[place]
@@ -147,7 +148,7 @@ class LogStore:
             size_bytes: maximum size of several steps; a single step may be larger.
         """
         with self._lock:
-            items = self._stored
+            items = self.stored
             begin = bisect_right(items, number, key=lambda item: item.number)
         found: list[LogRecord] = []
         step: list[StoredRecord] = []
@@ -182,13 +183,13 @@ class LogStore:
     def empty(self) -> bool:
         """True if there is no record in memory."""
         with self._lock:
-            return not self._stored
+            return not self.stored
 
     @property
     def arriving(self) -> bool:
         """True while a record in memory has no digest yet."""
         with self._lock:
-            last = self._stored[-1] if self._stored else None
+            last = self.stored[-1] if self.stored else None
         return last is not None and last.record is None and not last.failed
 
     def flush(self) -> None:
@@ -211,9 +212,9 @@ class LogStore:
         """Drop records up to this number: their memory is about to be reused."""
         with self._lock:
             self.forgotten = max(self.forgotten, upto)
-            count = bisect_right(self._stored, upto, key=lambda item: item.number)
+            count = bisect_right(self.stored, upto, key=lambda item: item.number)
             # A new list: another thread may be iterating over the old one.
-            self._stored = self._stored[count:]
+            self.stored = self.stored[count:]
 
     def to_disk(self, on: bool) -> None:
         """Start or stop writing to disk, beginning with the next step.
@@ -252,7 +253,7 @@ class LogStore:
         numbers: dict[int, int] = {}
         rows = []
         with self._lock:
-            items = [item for item in self._stored if item.record is not None]
+            items = [item for item in self.stored if item.record is not None]
         for item in items:
             # id() is a safe key: the items keep their layouts alive.
             if id(item.layout) not in numbers:
@@ -273,7 +274,7 @@ class LogStore:
     def records(self) -> list[LogRecord]:
         """Return all records in memory. Call :meth:`settle` before."""
         with self._lock:
-            return [item.record for item in self._stored if item.record is not None]
+            return [item.record for item in self.stored if item.record is not None]
 
     def close(self) -> None:
         """End the thread. Records of an unfinished segment stay in memory only."""

@@ -72,6 +72,7 @@ class Logs:
         on_record: called before each record of the attached process.
 
     Attributes:
+        current: log of the timeline that is served; None before the first.
         served_timelines: records of the served timelines, to detect a restored folder.
     """
 
@@ -86,7 +87,7 @@ class Logs:
         self._ring = ring
         self._timeline = 0
         self.served_timelines = ServedTimelines(seams.filesystem, run)
-        self._current: LogStore | None = None
+        self.current: LogStore | None = None
         # With their timelines.
         self._older: list[tuple[int, LogStore]] = []
         # The writing thread drops older logs while the serving thread reads or adds some.
@@ -104,13 +105,13 @@ class Logs:
 
     def serve(self, timeline: ServedTimeline) -> None:
         """Open the log of a timeline; its ``log`` setting says whether the log goes to disk."""
-        if self._current is not None:
-            if self._current.empty:
-                self._current.close()
+        if self.current is not None:
+            if self.current.empty:
+                self.current.close()
             else:
                 # The new process may resume from these records.
                 with self._lock:
-                    self._older.append((self._timeline, self._current))
+                    self._older.append((self._timeline, self.current))
         trainer = timeline.trainer
         to_disk = timeline.settings.get("log")
         self._timeline = number = timeline.number
@@ -126,7 +127,7 @@ class Logs:
             lambda upto: trainer.send({"kind": "logged", "upto": upto}),
             timeout_s=timeline.timeout_s,
         )
-        self._current = timeline.log = LogStore(trainer.arena, segments)
+        self.current = timeline.log = LogStore(trainer.arena, segments)
         if timeline.put_back:
             self._drop(lambda older: older >= number)
 
@@ -134,8 +135,8 @@ class Logs:
         receive_layout(trainer.log_layouts, message)
 
     def _to_disk(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
-        if self._current is not None and self._current.arena is trainer.arena:
-            self._current.to_disk(bool(message["on"]))
+        if self.current is not None and self.current.arena is trainer.arena:
+            self.current.to_disk(bool(message["on"]))
 
     def _forget(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         # Older logs, too: a trainer that opens another timeline keeps its arena for both logs.
@@ -145,13 +146,8 @@ class Logs:
 
     def add_to(self, stats: KeeperStats) -> None:
         """Add the figures of the current log to ``stats``."""
-        if self._current is not None:
-            self._current.segments.add_to(stats)
-
-    @property
-    def current(self) -> LogStore | None:
-        """Log of the timeline that is served."""
-        return self._current
+        if self.current is not None:
+            self.current.segments.add_to(stats)
 
     @property
     def arenas(self) -> list[Arena]:
@@ -224,8 +220,8 @@ class Logs:
 
     def flush(self) -> None:
         """Write an unfinished segment of the current log to disk, if the log goes to disk."""
-        if self._current is not None:
-            self._current.flush()
+        if self.current is not None:
+            self.current.flush()
 
     def settle(self) -> None:
         """Wait until the current log is on disk up to its last step mark, if it goes to disk.
@@ -233,9 +229,9 @@ class Logs:
         Raises:
             DeadlineError: no progress for too long.
         """
-        if self._current is not None:
-            self._current.flush()
-            self._current.settle(self._timeout_s)
+        if self.current is not None:
+            self.current.flush()
+            self.current.settle(self._timeout_s)
 
     def close(self, *, timeout_s: float = 0.0) -> None:
         """End all threads after their pending work."""
@@ -250,7 +246,7 @@ class Logs:
     def _all(self) -> list[LogStore]:
         with self._lock:
             older = [log for _, log in self._older]
-        return [*older, *([] if self._current is None else [self._current])]
+        return [*older, *([] if self.current is None else [self.current])]
 
     def _add(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         self._on_record()
@@ -261,11 +257,11 @@ class Logs:
             objects = {name: bytes(data) for name, data in chunks.items()}
         layout = trainer.log_layouts[message["layout"]]
         head = RecordHead(*message["head"])
-        if self._current is None or head.timeline != self._timeline:
+        if self.current is None or head.timeline != self._timeline:
             raise KeeperError(
                 f"received a log record of timeline {head.timeline}, which is not served"
             )
         # Offsets come from another process: an invalid one must not read beyond the arena.
         if not 0 <= message["offset"] <= trainer.arena.size_bytes - layout.size_bytes:
             raise KeeperError("received a log record that lies outside the arena")
-        self._current.add(message["number"], head, layout, objects, message["offset"])
+        self.current.add(message["number"], head, layout, objects, message["offset"])

@@ -367,7 +367,6 @@ class BaseWriter:
 
     def _retain(self, save: Save) -> None:
         """Run retention after a commit; its failure is reported, and the base stays durable."""
-        start_s = self._timeline.seams.clock.monotonic_s()
         # A read-back of a large base takes long: retention has a deadline of its own.
         work = self._channel.begin("cleaning up old bases", save.step)
         try:
@@ -378,4 +377,3 @@ class BaseWriter:
             self._post_internal("in retention", error, save)
         finally:
             self._channel.end(work)
-            self.stats.retain_s += self._timeline.seams.clock.monotonic_s() - start_s

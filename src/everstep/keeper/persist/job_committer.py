@@ -425,9 +425,7 @@ class JobCommitter:
             work = self._works.get(out.base)
             if work is not None and work.error is None:
                 work.durable = isinstance(out, BaseDurable)
-                work.error = outcome_error(
-                    out, self.writer.run, self._timeline.timeout_s, self.link.is_disconnected
-                )
+                work.error = outcome_error(out, self.writer.run, self._timeline.timeout_s)
         elif isinstance(out, Fenced):
             _log.warning("%s", out.error)
         self._changed.notify_all()
@@ -466,7 +464,6 @@ _SILENT = (
     f"they have not taken this base ({_EACH}), or they hang, or have died; everstep ps on their "
     "machine shows their keepers"
 )
-_GONE = f"they have left training ({_EACH}), or have died: see the output of these ranks"
 
 
 def damaged_after_commit_error(out: BaseDamaged, run: PurePath) -> DamageError:
@@ -483,16 +480,12 @@ def damaged_after_commit_error(out: BaseDamaged, run: PurePath) -> DamageError:
 
 
 def outcome_error(
-    out: BaseDurable | GaveUp | BaseLate,
-    run: PurePath,
-    timeout_s: float,
-    is_disconnected: Callable[[int], bool] = lambda rank: False,
+    out: BaseDurable | GaveUp | BaseLate, run: PurePath, timeout_s: float
 ) -> EverstepError | None:
     """Return the error for a base that is not durable; None if it is.
 
     Args:
         timeout_s: seconds that other ranks had to write their shards.
-        is_disconnected: returns True for a rank whose keeper was connected and has ended.
     """
     where: dict[str, Any] = {"step": out.base.step, "path": run}
     if isinstance(out, GaveUp):
@@ -503,13 +496,11 @@ def outcome_error(
         )
     if isinstance(out, BaseLate):
         silent = _numbers(out.missing) or "that lead on a disk"
-        ended = [rank for rank in out.missing if is_disconnected(rank)]
-        left = f"; the keeper(s) of rank(s) {_numbers(ended)} have ended" if ended else ""
         return DeadlineError(
             f"rank(s) {silent} have not written their shards of the base of step "
-            f"{out.base.step} within {timeout_s:g} s{left}",
+            f"{out.base.step} within {timeout_s:g} s",
             **where,
-            hint=_GONE if len(ended) == len(out.missing) > 0 else _SILENT,
+            hint=_SILENT,
         )
     return None
 

@@ -126,6 +126,12 @@ class Auditor:
         self._child: _Child | None = None
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_due(self) -> bool:
+        """True if an audit is requested and has not begun."""
+        with self._changed:
+            return self._due
+
     def base_durable(self) -> None:
         """Request an audit of the base that has just become durable.
 

@@ -59,7 +59,7 @@ class Duties:
         self.replicas = ServedReplica(filesystem, run, held)
         # The process that could have resumed from a frozen replica records a log of its own.
         self.logs = Logs(seams, run, ring, on_record=self.replicas.arrived)
-        self.peers = PeerCopies(seams, run, held, self.base_at_peers)
+        self.peers = PeerCopies(seams, run, self.base_at_peers)
         self._rebuilds = rebuilds = Rebuilds(filesystem, run, held)
         self.bases = Bases(seams, run, ring, held, self.logs, rebuilds, self)
         self.copies = Couriers(seams, run)

@@ -33,7 +33,6 @@ from everstep.errors import (
     DeadlineError,
     EverstepError,
     FencedError,
-    InfeasibleError,
     StorageError,
 )
 from everstep.format import MANIFEST, FileRecord, Manifest, Marker, base_dir, timeline_dir
@@ -46,11 +45,10 @@ from everstep.keeper.ship.courier import CopyRetention, CopyWork, Courier
 from everstep.restore.fetch.rank_copies import foreign
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.seams import Clock, FileSystem, ReadFile, failpoint
+from everstep.seams.filesystem import observed
 from everstep.tiers import read_record
-from everstep.tiers.contract import ReadThrough
 
 _log = logging.getLogger("everstep.keeper")
-_RATE_POLL_S = 1.0
 _POLL_S = 0.1
 _REPORT_INTERVAL_MIN_S = 0.1
 
@@ -120,11 +118,6 @@ class BaseCopier(CopyWork):
     Args:
         run: the run folder on ``filesystem``.
         group: ranks that copy together.
-
-    Attributes:
-        expedited: True if the keeper is about to end: a base that would have to wait for the limit
-            of objects per hour is not copied.
-        waits_for_the_cap: True while a copy waits because of the limit of objects per hour.
     """
 
     def __init__(
@@ -132,8 +125,6 @@ class BaseCopier(CopyWork):
     ) -> None:
         self.courier = courier
         self.group = group
-        self.expedited = False
-        self.waits_for_the_cap = False
         self._filesystem = filesystem
         self._run = run
         self._place = courier.place
@@ -155,7 +146,6 @@ class BaseCopier(CopyWork):
             StorageError: the files are not on this disk any more, or cannot be written.
             DamageError: a file on disk is damaged.
             DeadlineError: the tier hangs.
-            InfeasibleError: a base has more objects than may be written in an hour.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -174,7 +164,6 @@ class BaseCopier(CopyWork):
                     path=base.path,
                     hint="check the disk (dmesg, df); the next base will be copied",
                 ) from error
-            self._await_rate(len(sources) + len(markers) + 1)
             for path, source in sources:
                 self.put(self._name(path), source)
         if self.group.world > 1:
@@ -202,53 +191,15 @@ class BaseCopier(CopyWork):
             return
         if self.courier.closed:
             raise StorageError(f"copying was stopped before {name}")
-        self._place.rate.wrote(1)
+        # The transfer may take long: each read counts as progress.
+        self._place.tier.put(name, observed(source, self._report_progress))
 
-        def read(buffer: memoryview, offset: int) -> int:
-            # The transfer may take long: each read counts as progress.
-            self.group.report_progress()
-            return source.read_into(buffer, offset)
-
-        self._place.tier.put(name, ReadThrough(source, read))
+    def _report_progress(self) -> None:
+        self.courier.moved()
+        self.group.report_progress()
 
     def _open(self, path: PurePath, record: FileRecord) -> CheckedFile:
         return CheckedFile(OpenShard.open(self._filesystem, path, record))
-
-    def _await_rate(self, count: int) -> None:
-        """Wait until the limit of objects per hour allows ``count`` more."""
-        while (wait_s := self._wait_s(count)) > 0:
-            with self.courier.changed:
-                if self.courier.closed or self.expedited:
-                    self.waits_for_the_cap = False
-                    raise StorageError(
-                        "the newest base is not copied: the limit of objects per hour is reached",
-                        tier=self._place.kind,
-                        path=self._place.url,
-                        hint="raise TierOptions.objects_per_hour, or lengthen every_s",
-                    )
-                if not self.waits_for_the_cap:
-                    _log.info("the limit of objects per hour delays a copy by %.0f s", wait_s)
-                self.waits_for_the_cap = True
-                # In short waits, so that progress is reported and a claim that is settled early
-                # is noticed.
-                self.courier.changed.wait(min(wait_s, _RATE_POLL_S))
-                self.group.report_progress()
-        self.waits_for_the_cap = False
-
-    def _wait_s(self, count: int) -> float:
-        world = self.group.world
-        try:
-            return self._place.rate.wait_s(count, self.courier)
-        except InfeasibleError as error:
-            if world == 1:
-                raise
-            raise InfeasibleError(
-                f"{error.message}: each of {world} ranks has an equal share of the limit",
-                rank=self.group.rank,
-                quantity="objects per hour",
-                needed=count * world,
-                hint=f"set objects_per_hour={count * world} or more",
-            ) from error
 
 
 class BaseCopies(BaseCopier):
@@ -311,14 +262,9 @@ class BaseCopies(BaseCopier):
             self.courier.changed.notify_all()
 
     def expedite(self) -> None:
-        """Copy the last base without waiting for its interval: the keeper is about to end.
-
-        The limit of objects per hour still holds; a base that would have to wait for it is not
-        copied, which is reported.
-        """
+        """Copy the last base without waiting for its interval: the keeper is about to end."""
         courier = self.courier
         with courier.changed:
-            self.expedited = True
             self._every_s = 0.0
             courier.not_before_s = courier.clock.monotonic_s()
             if courier.due:
@@ -344,7 +290,6 @@ class BaseCopies(BaseCopier):
             ForeignDirectoryError: the place holds another run.
             StorageError: the disk or the tier failed.
             DeadlineError: the tier hangs.
-            InfeasibleError: a base has more objects than may be written in an hour.
         """
         try:
             inventory = scan_run(self._filesystem, self._run, self._timelines)
@@ -447,7 +392,7 @@ class BaseCopies(BaseCopier):
         while True:
             # Repeated: requests and replies may be lost.
             self._request_copies(manifest)
-            self.group.report_progress()
+            self._report_progress()
             with self.courier.changed:
                 current = self._round
                 assert current is not None
@@ -494,7 +439,6 @@ class BaseCopies(BaseCopier):
         copies.
         """
         place = self._place
-        place.rate.wrote(1 + len(inventory.timelines))
         # Encoded again instead of copied: the file on disk may be damaged, and the id is known
         # from the other records.
         if not place.tier.create(RUN_RECORD, RunRecord(inventory.run or "").encode()):
@@ -548,6 +492,8 @@ class FollowingCopies(BaseCopier):
         self._settled: BaseId | None = None
         self._last_message_s = courier.clock.monotonic_s()
         self._refusal = ""
+        # True if the keeper is about to end.
+        self._expedited = False
 
     @property
     def busy(self) -> bool:
@@ -575,9 +521,9 @@ class FollowingCopies(BaseCopier):
     def expedite(self) -> None:
         """Wait for rank 0 no longer than the timeout from now on: the keeper is about to end."""
         with self.courier.changed:
-            if not self.expedited:
+            if not self._expedited:
                 self._last_message_s = self.courier.clock.monotonic_s()
-            self.expedited = True
+            self._expedited = True
             self.courier.changed.notify_all()
 
     def on_message(self, sender: int, message: CopyMessage) -> None:

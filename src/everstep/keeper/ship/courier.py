@@ -11,15 +11,6 @@ Retention of copies: the same rules as on disk, with the operations of a tier.
 A copy is deleted only if another one stays that was read back and found intact (``adr/005``). It is
 deleted in two steps (``adr/004``): a record next to its manifest condemns it, which a resume sees;
 then the fence is checked once more; then its files are deleted.
-
-Limit the number of objects per hour: stores charge for requests and throttle frequent ones.
-
-A base is a handful of objects; a log that is written every step is the expensive part. So steps are
-batched into segments (:func:`pace_s`). :class:`ObjectRate` enforces the limit independently of
-that: it counts written objects and returns how long the next ones must wait.
-
-The limit applies to a place, for all ranks of a job on all nodes together
-(``TierOptions.objects_per_hour``). Here one rank's equal share of it is counted.
 """
 
 from __future__ import annotations
@@ -27,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Protocol
@@ -38,8 +28,6 @@ from everstep.errors import (
     EverstepError,
     FencedError,
     ForeignDirectoryError,
-    InfeasibleError,
-    OptionError,
     StorageError,
 )
 from everstep.format import MANIFEST, Marker, timeline_dir
@@ -50,109 +38,10 @@ from everstep.keeper.ship.senders import CopyStats
 from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams import Clock
+from everstep.seams.filesystem import observed
 from everstep.seams.processes import Condition
 from everstep.tiers import Tier, read_record
 from everstep.tiers.files import TierFileSystem, tier_errors
-
-HOUR_S = 3600.0
-SEGMENT_OBJECTS = 2
-"""Objects per log segment: its data and its marker."""
-
-_LOG_SHARE = 0.75
-"""Share of the limit for the log; the rest is for bases."""
-_LOOK_AGAIN_S = 1.0
-
-
-def pace_s(cap_per_hour: int | None) -> float:
-    """Return the minimum seconds between two segments of one writer.
-
-    The log then uses three quarters of the limit, evenly over the hour, so that bases never wait
-    for a burst of segments.
-    """
-    return 0.0 if cap_per_hour is None else SEGMENT_OBJECTS * HOUR_S / (cap_per_hour * _LOG_SHARE)
-
-
-class ObjectRate:
-    """Keeps the objects written in any hour under a limit.
-
-    Args:
-        cap_per_hour: limit; None: no limit.
-        before: the rate that this one continues, whose objects count as well, e.g. after a restart
-            of the trainer within the hour.
-
-    Attributes:
-        total: objects written.
-    """
-
-    def __init__(
-        self, cap_per_hour: int | None, clock: Clock, before: ObjectRate | None = None
-    ) -> None:
-        if cap_per_hour is not None and cap_per_hour < 1:
-            raise OptionError(f"a limit of {cap_per_hour} objects per hour allows nothing")
-        self._cap = cap_per_hour
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._written: deque[tuple[float, int]] = deque()
-        if before is not None:
-            with before._lock:
-                self._written.extend(before._written)
-        self._claims: dict[object, int] = {}
-        self.total = 0
-
-    def wait_s(self, count: int, claim: object = None) -> float:
-        """Return the seconds until ``count`` more objects may be written; 0: now.
-
-        Args:
-            claim: key of the caller. If the result is 0, the objects are reserved for it until
-                :meth:`settled`, as other writers are active between the first and the last object
-                of a base.
-
-        Raises:
-            InfeasibleError: the limit is below ``count``.
-        """
-        if self._cap is None:
-            return 0.0
-        if count > self._cap:
-            raise InfeasibleError(
-                f"{count} objects belong together, but the limit is {self._cap} per hour",
-                quantity="objects per hour",
-                needed=count,
-                hint=f"set objects_per_hour={count} or more",
-            )
-        now_s = self._clock.monotonic_s()
-        free_s = 0.0
-        with self._lock:
-            while self._written and self._written[0][0] <= now_s - HOUR_S:
-                self._written.popleft()
-            # A repeated call replaces the reservation of its caller, which must not count against
-            # it.
-            claimed = sum(number for key, number in self._claims.items() if key is not claim)
-            over = sum(number for _, number in self._written) + claimed + count - self._cap
-            if over <= 0 and claim is not None:
-                self._claims[claim] = count
-            # Wait until enough of them are more than an hour old.
-            for at_s, number in self._written:
-                if over <= 0:
-                    break
-                over -= number
-                free_s = at_s + HOUR_S - now_s
-            # The rest is reserved; nobody can tell when it will be settled, so check again soon.
-            if over > 0:
-                free_s = max(free_s, _LOOK_AGAIN_S)
-        return max(0.0, free_s)
-
-    def settled(self, claim: object) -> None:
-        """Release the reservation of ``claim``: its objects are written, or will not be."""
-        with self._lock:
-            self._claims.pop(claim, None)
-
-    def wrote(self, count: int) -> None:
-        """Count ``count`` objects that were written or tried."""
-        with self._lock:
-            self.total += count
-            if self._cap is not None:
-                self._written.append((self._clock.monotonic_s(), count))
-
 
 ROOT = PurePath("/")
 """Root of the paths of files in a place."""
@@ -163,16 +52,14 @@ class CopyPlace:
 
     Args:
         timeline: timeline of the writing process.
-        rate: counts all objects that are written.
 
     Attributes:
         files: the tier as a file system for reading, under :data:`ROOT`.
     """
 
-    def __init__(self, tier: Tier, timeline: int, rate: ObjectRate) -> None:
+    def __init__(self, tier: Tier, timeline: int) -> None:
         self.tier = tier
         self.timeline = timeline
-        self.rate = rate
         self.files = TierFileSystem(tier, ROOT)
         self._timelines = TimelineCache()
 
@@ -209,8 +96,6 @@ class CopyPlace:
         Raises:
             StorageError: the name has other content.
         """
-        # Counted before the attempt: a request that fails costs as much.
-        self.rate.wrote(1)
         # Exclusive: of two processes that write a record, one learns that it differs.
         if not self.tier.create(name, data):
             raise StorageError(
@@ -448,12 +333,14 @@ class Courier:
     """Makes copies in one place, turn by turn.
 
     Args:
-        place: the place, with the timeline that is copied and the limit of objects per hour.
+        tier: the place.
+        timeline: the timeline that is copied.
         post: called with errors, in any thread.
         retry_s: seconds after which a failed turn is repeated, and reported once per outage. None:
             the next turn comes with the next base.
 
     Attributes:
+        place: the place; each completed operation on it counts as progress.
         changed: guards the state of the courier and of its work, which several threads use.
         closed: True after :meth:`close`.
         refused: True after an error for good: no more copies are made.
@@ -464,13 +351,14 @@ class Courier:
 
     def __init__(
         self,
-        place: CopyPlace,
+        tier: Tier,
+        timeline: int,
         clock: Clock,
         post: Callable[[EverstepError], None],
         *,
         retry_s: float | None = None,
     ) -> None:
-        self.place = place
+        self.place = CopyPlace(observed(tier, self.moved), timeline)
         self.clock = clock
         self.changed = Condition()
         self.closed = False
@@ -482,6 +370,7 @@ class Courier:
         self.post = post
         self._retry_s = retry_s
         self._down = False
+        self._progress_s = 0.0
         self._due_s: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -494,6 +383,17 @@ class Courier:
     def over(self) -> bool:
         """True if no more copies are made."""
         return self.closed or self.refused
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the last progress of the turn; 0 between turns."""
+        # at_work is read first: once it is set, so is the progress of this turn.
+        return self.clock.running_s() - self._progress_s if self.at_work else 0.0
+
+    def moved(self) -> None:
+        """Note progress; called in any thread."""
+        # running_s() stands still while this process is stopped: that is no hang.
+        self._progress_s = self.clock.running_s()
 
     def start(self, work: CopyWork, name: str) -> None:
         """Start the thread."""
@@ -525,24 +425,21 @@ class Courier:
         with self.changed:
             self.paused = True
 
-    def succeeded(self, pace_s: float) -> None:
-        """Note that a copy succeeded: the next failure is another outage.
-
-        Args:
-            pace_s: minimum seconds until the next copy.
-        """
+    def succeeded(self) -> None:
+        """Note that a copy succeeded: the next failure is another outage."""
         self._down = False
-        self.not_before_s = self.clock.monotonic_s() + pace_s
+        self.not_before_s = self.clock.monotonic_s()
 
     def take_turn(self, work: CopyWork) -> None:
         """Take a turn in this thread, and handle its failure."""
         with self.changed:
             # One step: a courier is busy because a turn is due, or because it is at work.
             self._due_s = None
+            self.moved()
             self.at_work = True
         try:
             work.turn()
-        except (FencedError, ForeignDirectoryError, InfeasibleError) as error:
+        except (FencedError, ForeignDirectoryError) as error:
             self.fail(error, for_good=True)
         except EverstepError as error:
             self.fail(error)
@@ -553,8 +450,6 @@ class Courier:
             internal.__cause__ = error
             self.fail(internal)
         finally:
-            # Also after errors: the other courier of this place may use the objects left over.
-            self.place.rate.settled(self)
             with self.changed:
                 self.at_work = False
 

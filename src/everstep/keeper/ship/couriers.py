@@ -1,15 +1,13 @@
 """All copies that one keeper makes to places in ``tiers=``: a courier for bases and one for the log
 each.
 
-Calls of a tier that hang are detected here. A directory on a network file system responds when its
+Copies that hang are detected here. A directory on a network file system responds when its
 server does, perhaps never, and a thread in such a call cannot be interrupted.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -20,10 +18,9 @@ from everstep.commit.job.messages import CopyReply, CopyRequest
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format import ShardIdentity
 from everstep.link.messages import KeeperStats, identity_from_wire
-from everstep.seams import Clock, ReadFile, Seams
+from everstep.seams import Seams
 from everstep.seams.filesystem import observed
 from everstep.tiers import TierOptions
-from everstep.tiers.contract import ReadThrough, Tier
 from everstep.tiers.options import open_tier
 
 if TYPE_CHECKING:
@@ -31,90 +28,11 @@ if TYPE_CHECKING:
     from everstep.keeper.persist import JobLink
     from everstep.keeper.process.duty import Handler, ServedTimeline
     from everstep.keeper.ship.base_copies import BaseCopies, FollowingCopies
-    from everstep.keeper.ship.courier import ObjectRate
+    from everstep.keeper.ship.courier import Courier
     from everstep.keeper.ship.log_copies import LogCopies
 
-_WORDS = {
-    "create": "writing",
-    "open": "opening",
-    "scan": "listing",
-    "walk": "listing",
-    "delete": "deleting",
-    "sweep": "cleaning up",
-    "check": "reading",
-}
-
-
-class WatchedTier:
-    """Passes all calls on and tracks those in progress.
-
-    Args:
-        tier: the tier that is watched.
-    """
-
-    def __init__(self, tier: Tier, clock: Clock) -> None:
-        self._tier = tier
-        self._clock = clock
-        self._lock = threading.Lock()
-        # By call: its description, and the time of its last progress.
-        self._calls: dict[object, tuple[str, float]] = {}
-
-    def stuck(self, after_s: float) -> tuple[str, float] | None:
-        """Return the call with the oldest progress, in words, and its age in seconds.
-
-        None if every call has progressed within ``after_s``. A write progresses with each chunk
-        that is read for it. Reads from an open object are not tracked.
-        """
-        now_s = self._clock.running_s()
-        with self._lock:
-            calls = list(self._calls.values())
-        # Without a call in progress the age is 0, which `>= after_s > 0` excludes.
-        call, progress_s = min(calls, key=lambda call: call[1], default=("", now_s))
-        return (call, now_s - progress_s) if now_s - progress_s >= after_s > 0 else None
-
-    def put(self, name: str, source: ReadFile) -> None:
-        with self._tracked(f"writing {name}") as progress:
-
-            def read(buffer: memoryview, offset: int) -> int:
-                progress()
-                count = source.read_into(buffer, offset)
-                progress()
-                return count
-
-            self._tier.put(name, ReadThrough(source, read))
-
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self._tier, name)
-        if name not in _WORDS:
-            return operation
-
-        def tracked(*args: Any) -> Any:
-            place = args[0] if args else ""
-            with self._tracked(f"{_WORDS[name]} {place or 'it'}"):
-                return operation(*args)
-
-        return tracked
-
-    @contextlib.contextmanager
-    def _tracked(self, description: str) -> Iterator[Callable[[], None]]:
-        # The description is no key: several threads may run the same operation on the same name.
-        call = object()
-
-        def progress() -> None:
-            # running_s() stands still while this process is stopped: that is no hang.
-            with self._lock:
-                self._calls[call] = description, self._clock.running_s()
-
-        progress()
-        try:
-            yield progress
-        finally:
-            with self._lock:
-                del self._calls[call]
-
-
 _HANG_S = 600.0
-"""Seconds without progress after which a call counts as hung.
+"""Seconds without progress after which a copy counts as hung.
 
 Large syncs take minutes.
 """
@@ -136,19 +54,14 @@ class Couriers:
         self._seams = seams
         self._run = run
         self._link: JobLink | None = None
-        self._tiers: list[WatchedTier] = []
         # URLs of places that hang, as reported.
         self._hanging: set[str] = set()
-        # By URL or directory. Kept from one timeline to the next: the limit holds for any hour,
-        # also when the trainer restarts within it.
-        self._rates: dict[str, ObjectRate] = {}
 
     def serve(self, timeline: ServedTimeline) -> None:
         """Start to copy to the places that the trainer names."""
         settings = timeline.settings
         self.bases = {}
         self.logs = []
-        self._tiers = []
         self._hanging = set()
         if settings.get("tiers"):
             self.start(
@@ -199,7 +112,7 @@ class Couriers:
     ) -> None:
         # Loaded at first use, as most runs need none: training waits for a keeper to start.
         from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
-        from everstep.keeper.ship.courier import CopyPlace, Courier, ObjectRate, pace_s
+        from everstep.keeper.ship.courier import Courier
         from everstep.keeper.ship.log_copies import LogCopies, shrinking
 
         clock = self._seams.clock
@@ -207,29 +120,22 @@ class Couriers:
         # Completed operations on the directory count as progress of its courier.
         watched = observed(files, partial(_on_operation, self.bases, number))
         try:
-            opened = open_tier(options.where, watched, clock=clock)
+            tier = open_tier(options.where, watched, clock=clock)
         except EverstepError as error:
             # The trainer opened it, but the keeper's environment may differ (credentials).
             self._post(error)
             return
-        tier = WatchedTier(opened, clock)
-        self._tiers.append(tier)
-        rate = ObjectRate(options.objects_per_hour, clock, self._rates.get(options.where))
-        self._rates[options.where] = rate
-        place = CopyPlace(tier, identity.timeline, rate)
         if options.log != "none":
-            every_s = pace_s(options.objects_per_hour)
             steps = LogCopies(
-                Courier(place, clock, self._post, retry_s=max(_RETRY_S, every_s)),
+                Courier(tier, identity.timeline, clock, self._post, retry_s=_RETRY_S),
                 log,
                 identity,
                 batch_steps=options.log_steps,
                 lossy=shrinking(options),
-                pace_s=every_s,
             )
             steps.start()
             self.logs.append(steps)
-        courier = Courier(place, clock, self._post)
+        courier = Courier(tier, identity.timeline, clock, self._post)
         group = CopyGroup(self._link, clock, number, identity.rank, identity.world, timeout_s)
         bases: BaseCopies | FollowingCopies
         if self._link is None or identity.rank == COORDINATOR:
@@ -278,7 +184,7 @@ class Couriers:
             log.pause()
         # A call that hangs cannot be cancelled: do not wait for it.
         hanging = self._report_hanging()
-        return any(one.busy and one.courier.place.tier not in hanging for one in self._all)
+        return any(one.busy and one.courier not in hanging for one in self._all)
 
     def close(self, *, timeout_s: float = 0.0) -> None:
         """Stop all couriers."""
@@ -302,27 +208,22 @@ class Couriers:
     def _all(self) -> list[BaseCopies | FollowingCopies | LogCopies]:
         return [*self.bases.values(), *self.logs]
 
-    def _report_hanging(self) -> list[WatchedTier]:
-        """Return the places that hang; report each once while it does."""
-        found: list[WatchedTier] = []
-        for tier in self._tiers:
-            stuck = tier.stuck(_HANG_S)
-            if stuck is None:
-                self._hanging.discard(tier.url)
-                continue
-            found.append(tier)
-            if tier.url not in self._hanging:
-                self._hanging.add(tier.url)
-                call, for_s = stuck
+    def _report_hanging(self) -> list[Courier]:
+        """Return the couriers that hang; report each place once while it does."""
+        found = [one.courier for one in self._all if one.courier.stalled_s >= _HANG_S]
+        hanging = {one.place.url: one for one in found}
+        for url, courier in hanging.items():
+            if url not in self._hanging:
                 self._post(
                     DeadlineError(
-                        f"copying to {tier.url} hangs: no progress in {call} for {for_s:.0f} s",
-                        tier=tier.traits.kind,
-                        path=tier.url,
+                        f"copying to {url} hangs: no progress for {courier.stalled_s:.0f} s",
+                        tier=courier.place.kind,
+                        path=url,
                         hint="check the mount and its server (dmesg, df); training does not wait "
                         "for copies, which continue when it responds",
                     )
                 )
+        self._hanging = set(hanging)
         return found
 
 

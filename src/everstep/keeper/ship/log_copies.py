@@ -36,10 +36,11 @@ from everstep.format.names import (
 )
 from everstep.format.writer import digest_shard
 from everstep.keeper.log import LogStore
-from everstep.keeper.ship.courier import ROOT, SEGMENT_OBJECTS, CopyWork, Courier
+from everstep.keeper.ship.courier import ROOT, CopyWork, Courier
 from everstep.restore.fetch.held import copy_steps
 from everstep.run.scan import bases_keeping_log
 from everstep.seams import failpoint
+from everstep.seams.filesystem import observed
 from everstep.tiers import MemoryFile, PeerOptions, TierOptions
 from everstep.tiers.files import tier_errors
 
@@ -47,6 +48,10 @@ _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20
 """Maximum size of a segment of several steps; a single step may be larger."""
 _SETTLE_S = 5.0
+_OTHER_FORMS = (
+    'bases are still copied; try another TierOptions(log=): "adaptive" needs the fewest bytes '
+    '(log_ratio=), "whole" copies every record unchanged, "none" copies bases only'
+)
 _TOO_SLOW = "their memory was reused before that: copying is slower than logging"
 
 
@@ -58,7 +63,6 @@ class LogCopies(CopyWork):
         identity: identity of this rank; each segment gets its own step and LSN.
         batch_steps: minimum steps per segment while training goes on.
         lossy: makes a record approximate; None: records are copied exactly.
-        pace_s: minimum seconds between two segments, because of the limit of objects per hour.
 
     Attributes:
         taken_step: last step that was taken out of the log for a segment.
@@ -72,14 +76,12 @@ class LogCopies(CopyWork):
         *,
         batch_steps: int,
         lossy: Callable[[LogRecord], LogRecord] | None = None,
-        pace_s: float = 0.0,
     ) -> None:
         self.courier = courier
         self._log = log
         self._identity = identity
         self._batch_steps = batch_steps
         self._lossy = lossy
-        self._pace_s = pace_s
         self._flushing = False
         self._retains = False
         # Number of the last record taken out of the log.
@@ -144,9 +146,8 @@ class LogCopies(CopyWork):
 
         Raises:
             FencedError: a newer timeline was opened in the place.
-            StorageError: the tier failed, or the limit of objects per hour is reached.
+            StorageError: the tier failed.
             DeadlineError: the tier hangs.
-            InfeasibleError: a segment has more objects than may be written in an hour.
         """
         # Read once: a flush that is requested during this turn belongs to the next one.
         flush = self._flushing
@@ -156,10 +157,7 @@ class LogCopies(CopyWork):
                 with contextlib.suppress(DeadlineError):
                     self._log.settle(_SETTLE_S)
             while self._is_due(flush=flush):
-                try:
-                    self._copy()
-                finally:
-                    self.courier.place.rate.settled(self.courier)
+                self._copy()
             if self._retains and self.courier.stats.copied:
                 self._retains = False
                 self._retain()
@@ -177,20 +175,10 @@ class LogCopies(CopyWork):
         steps = sum(record.head.kind == "mark" for record in self._records)
         if not (flush or self._attempted or full or steps >= self._batch_steps):
             return False
-        now_s = courier.clock.monotonic_s()
-        # The last steps do not wait for the even pace, only for the limit itself.
-        early_s = 0.0 if flush else courier.not_before_s - now_s
-        wait_s = early_s if early_s > 0 else courier.place.rate.wait_s(SEGMENT_OBJECTS, courier)
-        if wait_s > 0 and not flush:
-            courier.look_again(now_s + wait_s)
+        # The last steps do not wait for the next attempt after a failure.
+        if not flush and courier.not_before_s > courier.clock.monotonic_s():
+            courier.look_again(courier.not_before_s)
             return False
-        if wait_s > 0:
-            raise StorageError(
-                "the last log steps are not copied: the limit of objects per hour is reached",
-                tier=courier.place.kind,
-                path=courier.place.url,
-                hint="raise TierOptions.objects_per_hour",
-            )
         return True
 
     def _take_steps(self) -> tuple[int, bool]:
@@ -259,14 +247,13 @@ class LogCopies(CopyWork):
         # File, fence, marker: the marker promises that the file is complete, and a process of an
         # older timeline must not add to the history (I11).
         place.check_fence()
-        place.rate.wrote(1)
-        place.tier.put(f"{directory}/{plan.name}", file)
+        place.tier.put(f"{directory}/{plan.name}", observed(file, self.courier.moved))
         failpoint("log_copy.before_marker")
         marker = Marker.of(identity, (written.record,))
         place.create(f"{directory}/{marker_name(identity.rank)}", marker.encode())
         self._records = []
         self._attempted = False
-        self.courier.succeeded(self._pace_s)
+        self.courier.succeeded()
         stats = self.courier.stats
         stats.copied += last.step - first.step + 1
         stats.copied_bytes += plan.size_bytes
@@ -345,25 +332,9 @@ class LogCopies(CopyWork):
                 rank=self._identity.rank,
                 tier=self.courier.place.kind,
                 path=url,
-                hint=self._alternative(waited=flaw is None) + ". Bases are still copied",
+                hint=_OTHER_FORMS,
             )
         )
-
-    def _alternative(self, *, waited: bool) -> str:
-        """Return a hint how to avoid missing steps.
-
-        Args:
-            waited: True: the link, the store or the limit was too slow; False: a record cannot be
-                copied.
-        """
-        if not waited:
-            exact = 'use TierOptions(log="whole"), which copies records unchanged; or '
-            return (exact if self._lossy is not None else "") + 'log="none"'
-        smaller = 'use TierOptions(log="adaptive"), which needs a hundredth of the bytes'
-        if self._lossy is not None:
-            smaller = "lower TierOptions.log_ratio"
-        limit = ", raise objects_per_hour" if self._pace_s else ""
-        return f'{smaller}{limit}; or use log="none"'
 
 
 def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:

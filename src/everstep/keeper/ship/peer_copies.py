@@ -15,8 +15,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -36,17 +34,17 @@ from everstep.commit.job.messages import (
 )
 from everstep.commit.peer_copies import CopyRounds
 from everstep.errors import EverstepError
-from everstep.format import Marker, base_dir, timeline_dir
+from everstep.format import Marker, timeline_dir
 from everstep.format.names import TIMELINE_RECORD
 from everstep.format.reader import read_record_bytes
-from everstep.keeper.held import IsPast, MemoryBases, NewestCapture, PeerBaseStore, PeerLogStore
-from everstep.keeper.held.newest_capture import base_from_wire, base_to_wire, log_to_wire
+from everstep.keeper.held import IsPast, MemoryBases, PeerBaseStore, PeerLogStore
+from everstep.keeper.held.newest_capture import log_to_wire
 from everstep.keeper.ship.senders import REPEAT_S, BaseSender, LogSender, Pace, PeerLink, Source
 from everstep.link.messages import JobSession, KeeperStats
 from everstep.restore.fetch import HeldBase
 from everstep.restore.fetch.held import files_over
 from everstep.run import scan_base
-from everstep.seams import ReadFile, Seams
+from everstep.seams import Seams
 from everstep.tiers import PeerOptions
 
 if TYPE_CHECKING:
@@ -58,7 +56,6 @@ class PeerCopies:
     """Copies that this keeper holds for other ranks, and the exchange with its own peer.
 
     Args:
-        newest_capture: the newest capture of this rank; bases are read from it while it is held.
         on_everywhere: called with each base that all peers hold completely, in a thread.
 
     Attributes:
@@ -74,14 +71,12 @@ class PeerCopies:
         self,
         seams: Seams,
         run: PurePath,
-        newest_capture: NewestCapture,
         on_everywhere: Callable[[ServedTimeline, BaseId], None],
     ) -> None:
         self._clock = seams.clock
         self._filesystem = seams.filesystem
         self._on_everywhere = on_everywhere
         self._run = run
-        self._newest_capture = newest_capture
         self._rank = 0
         self.store = PeerBaseStore()
         self.logs = PeerLogStore()
@@ -220,7 +215,6 @@ class PeerCopies:
         stats.peered_bytes = sent.copied_bytes
         stats.peers_passed_over = sent.missed
         if exchange.log is not None:
-            stats.peered_steps = exchange.log.stats.copied
             stats.peer_missed = exchange.log.stats.missed
 
     def close(self, *, timeout_s: float = 0.0) -> None:
@@ -247,8 +241,7 @@ class PeerCopies:
         if record is None:
             return None
         try:
-            # Memory first: reading it costs the disk nothing.
-            found = self._in_peer_store(base) or self._in_memory(base) or self._on_disk(base)
+            found = self._in_peer_store(base) or self._on_disk(base)
         except (OSError, EverstepError):
             # Not there yet, or deleted by retention: the sender tries again until its timeout.
             return None
@@ -259,22 +252,6 @@ class PeerCopies:
         if copy is None:
             return None
         return HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
-
-    def _in_memory(self, base: BaseId) -> HeldBase | None:
-        found = self._newest_capture.durable(base)
-        if found is None:
-            return None
-        capture, arena = found
-        fields, blobs = base_to_wire(capture)
-        held = base_from_wire(fields, dict(enumerate(blobs)), arena)
-        folder = base_dir(self._run, base.timeline, base.step)
-
-        def file_of(file: ReadFile, name: str) -> ReadFile:
-            open_file = partial(self._filesystem.open, folder / name)
-            return _MemoryOrDiskFile(file, lambda: self._newest_capture.has(capture), open_file)
-
-        files = tuple((file_of(file, record.name), record) for file, record in held.files)
-        return HeldBase(held.marker, files, durable=True)
 
     def _on_disk(self, base: BaseId) -> HeldBase | None:
         found = scan_base(self._filesystem, self._run, base)
@@ -287,38 +264,6 @@ class PeerCopies:
             (self._filesystem.open(found.path / record.name), record) for record in marker.files
         )
         return HeldBase(marker, files, durable=True)
-
-
-@dataclass(eq=False)
-class _MemoryOrDiskFile:
-    """A file read from memory while it is held there, and from disk after that.
-
-    The memory may be reused between the two checks. Bytes read in that moment do not match the
-    digest, which the receiver reports.
-    """
-
-    memory: ReadFile
-    is_there: Callable[[], bool]
-    open_file: Callable[[], ReadFile]
-    _disk: ReadFile | None = field(default=None, init=False)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.memory.size_bytes
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        # Checked before and after: the capture may be dropped, and its memory reused, meanwhile.
-        if self.is_there():
-            got = self.memory.read_into(buffer, offset)
-            if self.is_there():
-                return got
-        if self._disk is None:
-            self._disk = self.open_file()
-        return self._disk.read_into(buffer, offset)
-
-    def close(self) -> None:
-        if self._disk is not None:
-            self._disk.close()
 
 
 _log = logging.getLogger("everstep.keeper")

@@ -90,17 +90,20 @@ class NodeWindow:
         count: number of these ranks.
         clock: source of time.
         wait_s: longest wait for another rank.
+
+    Attributes:
+        arena, claims, wait_s: as given.
     """
 
     def __init__(
         self, arena: Arena, claims: Claims, place: int, count: int, clock: Clock, wait_s: float
     ) -> None:
-        self._arena = arena
-        self._claims = claims
+        self.arena = arena
+        self.claims = claims
         self._clock = clock
         self._place = place
         self._count = count
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._slots = (arena.size_bytes - _HEAD_BYTES) // CELL_BYTES
         self._bytes = np.frombuffer(arena.view, np.uint8)
         # Reading threads change this set and the next one without a lock. A lost update costs
@@ -171,8 +174,8 @@ class NodeWindow:
     @property
     def fd(self) -> int:
         """Descriptor that the other ranks open."""
-        assert self._arena.fd is not None
-        return self._arena.fd
+        assert self.arena.fd is not None
+        return self.arena.fd
 
     def begin(self) -> None:
         """Start to load a base. Cells of an earlier attempt are not reused, since they may have
@@ -188,7 +191,7 @@ class NodeWindow:
 
     def end(self) -> None:
         """Announce that this rank needs nothing until it begins again."""
-        self._arena.set_progress(self._place, _IDLE)
+        self.arena.set_progress(self._place, _IDLE)
 
     def close(self) -> None:
         """Release the memory; pending reads end soon, by reading for themselves."""
@@ -196,9 +199,9 @@ class NodeWindow:
         self._closed.set()
         # A forked child may hold the same file description. Closing it here would then not release
         # the lock.
-        self._claims.give(self._place)
-        self._claims.close()
-        self._arena.close()
+        self.claims.give(self._place)
+        self.claims.close()
+        self.arena.close()
 
     def take(
         self,
@@ -239,10 +242,10 @@ class NodeWindow:
         """Wait for a cell. Return True if the buffer has its bytes; False if this rank claimed the
         slot and has to read; None if it reads for itself."""
         slot = at % self._slots
-        deadline_s = self._clock.monotonic_s() + self._wait_s
+        deadline_s = self._clock.monotonic_s() + self.wait_s
         look_s = _LOOK_S
         while not self._closed.is_set():
-            held = self._arena.progress(RANKS_MAX + slot) - 1
+            held = self.arena.progress(RANKS_MAX + slot) - 1
             if held == at:
                 # A copy that does not fit is not awaited: this rank reads for itself and leaves no
                 # copy.
@@ -251,11 +254,11 @@ class NodeWindow:
                 return None
             waiting = self._ranks_before(held)
             mine = not self._is_anothers(at, look_s)
-            if not waiting and mine and self._claims.take(_CLAIM_OF_SLOT + slot):
+            if not waiting and mine and self.claims.take(_CLAIM_OF_SLOT + slot):
                 # Another rank may have filled the slot between the look and the claim.
-                if self._arena.progress(RANKS_MAX + slot) - 1 == held:
+                if self.arena.progress(RANKS_MAX + slot) - 1 == held:
                     return False
-                self._claims.give(_CLAIM_OF_SLOT + slot)
+                self.claims.give(_CLAIM_OF_SLOT + slot)
                 continue
             # A reader that was too slow once is not awaited again in this attempt.
             if slot in self._stuck:
@@ -273,7 +276,7 @@ class NodeWindow:
         """Copy a cell from its slot; return True if it had all wanted bytes and kept them during
         the copy."""
         slot = at % self._slots
-        named, low, high = _SOURCE.unpack_from(self._arena.view, slot * _SOURCE_STRIDE_BYTES)
+        named, low, high = _SOURCE.unpack_from(self.arena.view, slot * _SOURCE_STRIDE_BYTES)
         # The slot may have the same cell from another place, or only the range that its reader
         # needed.
         if named != source or not low <= begin <= begin + buffer.nbytes <= high:
@@ -281,7 +284,7 @@ class NodeWindow:
         data = self._data(slot)[begin : begin + buffer.nbytes]
         np.copyto(np.frombuffer(buffer, np.uint8), data)
         # The slot may have been reused during the copy: the word is compared after it.
-        return self._arena.progress(RANKS_MAX + slot) == at + 1
+        return self.arena.progress(RANKS_MAX + slot) == at + 1
 
     def _read(
         self,
@@ -300,17 +303,17 @@ class NodeWindow:
             got = read(buffer)
             if got >= size_bytes:
                 # Empty while it is written, so that no reader takes a mixture of two cells.
-                self._arena.set_progress(word, 0)
+                self.arena.set_progress(word, 0)
                 data = np.frombuffer(buffer[:size_bytes], np.uint8)
                 np.copyto(self._data(slot)[begin : begin + size_bytes], data)
                 about = slot * _SOURCE_STRIDE_BYTES
-                _SOURCE.pack_into(self._arena.view, about, source, begin, begin + size_bytes)
+                _SOURCE.pack_into(self.arena.view, about, source, begin, begin + size_bytes)
                 # Published last: data and source are complete before readers see the cell.
-                self._arena.set_progress(word, at + 1)
+                self.arena.set_progress(word, at + 1)
             return got
         finally:
             # Also after an error: the next rank can then claim the slot and read.
-            self._claims.give(_CLAIM_OF_SLOT + slot)
+            self.claims.give(_CLAIM_OF_SLOT + slot)
 
     def _data(self, slot: int) -> npt.NDArray[np.uint8]:
         first = _HEAD_BYTES + slot * CELL_BYTES
@@ -322,16 +325,16 @@ class NodeWindow:
         if turn not in self._others or look_s > _TURN_S:
             return False
         # A rank in another attempt, or past this cell, will not read it.
-        return at - at % _ATTEMPT <= self._arena.progress(turn) <= at
+        return at - at % _ATTEMPT <= self.arena.progress(turn) <= at
 
     def _ranks_before(self, held: int) -> frozenset[int]:
         """Return the places of ranks that may still need the cell ``held``."""
         if held < 0:
             return frozenset()
-        waiting = frozenset(one for one in self._others if self._arena.progress(one) <= held)
+        waiting = frozenset(one for one in self._others if self.arena.progress(one) <= held)
         # The kernel releases the claim of a process however it ends, so the next look notices a
         # killed rank.
-        dead = frozenset(one for one in waiting if not self._claims.taken(one))
+        dead = frozenset(one for one in waiting if not self.claims.taken(one))
         self._others -= dead
         return waiting - dead
 
@@ -356,7 +359,7 @@ class NodeWindow:
         low = min(self._under_way, default=self._past)
         low = max(0, low - min(_LATE_CELLS, self._slots // 4))
         with contextlib.suppress(StateError):  # closed concurrently
-            self._arena.set_progress(self._place, self._attempt * _ATTEMPT + low)
+            self.arena.set_progress(self._place, self._attempt * _ATTEMPT + low)
 
 
 def _claims(arena: Arena) -> Claims:

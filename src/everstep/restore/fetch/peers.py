@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -64,12 +63,12 @@ OpenFile = Callable[[BaseId, str], ReadFile]
 
 def run_file_opener(filesystem: FileSystem, run: PurePath) -> OpenFile:
     """Return a function that opens files of bases in a run folder."""
-    return partial(_open, filesystem, run)
 
+    def opens(base: BaseId, name: str) -> ReadFile:
+        # Chunks begin at arbitrary offsets, which direct I/O does not support.
+        return filesystem.open(base_dir(run, base.timeline, base.step) / name, direct=False)
 
-def _open(filesystem: FileSystem, run: PurePath, base: BaseId, name: str) -> ReadFile:
-    # Chunks begin at arbitrary offsets, which direct I/O does not support.
-    return filesystem.open(base_dir(run, base.timeline, base.step) / name, direct=False)
+    return opens
 
 
 @dataclass(eq=False)
@@ -143,11 +142,12 @@ class _SharedEntries:
         try:
             for _, _, header, _ in opened.shards:
                 for place in header.placed:
-                    self._count(place, opened.marker.rank, opened.marker.world)
+                    self.count(place, opened.marker.rank, opened.marker.world)
         finally:
             opened.close()
 
-    def _count(self, place: Placed, writer: int, world: int) -> None:
+    def count(self, place: Placed, writer: int, world: int) -> None:
+        """Count an entry that one rank wrote."""
         placement = Placement.parse(place.entry.placement)
         name = place.entry.name
         if name.startswith(OBJECT_PREFIX):

@@ -54,47 +54,6 @@ class Place:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRead:
-    """Bytes of a base that one rank read from one tier.
-
-    Attributes:
-        rank: rank of the resuming job.
-        source: ``"memory"``, ``"peer"`` (another node: its keeper's memory, or its disk),
-            ``"disk"``,
-            ``"copy"`` or ``"object"``.
-        size_bytes: verified bytes, whichever rank of its node read them.
-    """
-
-    rank: int
-    source: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankBack:
-    """Recovery of one rank.
-
-    Attributes:
-        rank: rank of the resuming job.
-        source: source of its base; ``"fresh"`` if there was nothing to restore.
-        size_bytes: bytes that it read, as counted by :class:`RankRead`.
-        load_s, replay_s: seconds for reading the base, and for replaying the log.
-        replayed: steps of the log.
-        exact: the state that this rank restored is bit for bit that of training; if it is False
-            for one
-            rank, it is for the job (:attr:`everstep.Recovery.exact`).
-    """
-
-    rank: int
-    source: str
-    size_bytes: int
-    load_s: float
-    replay_s: float
-    replayed: int
-    exact: bool
-
-
 class Places:
     """Places that have not failed yet.
 

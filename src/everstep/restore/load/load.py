@@ -13,7 +13,6 @@ A non-finite parameter is restored like any other, but the user is warned about 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ import torch
 from everstep.commit import BaseId
 from everstep.errors import FormatError, MismatchError
 from everstep.format import Marker, digest
-from everstep.format.reader import OpenShard, ReadsAhead, read_body
+from everstep.format.reader import OpenShard, read_body
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.saved_ranks import (
     SavedLayout,
@@ -47,7 +46,6 @@ from everstep.run import BaseFound, OpenBase, Skipped
 from everstep.run.open_base import open_ranks
 from everstep.run.tensors import shape_of_base
 from everstep.seams import FileSystem
-from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout import OBJECT_PREFIX, Box, Entry
 from everstep.state.providers import OptimizerProvider, RestorePlan
@@ -82,7 +80,6 @@ class Reads:
         sink: Callable[[int, memoryview], None],
         wanted: Sequence[int] | None = None,
         on_entry: Callable[[int], None] | None = None,
-        ahead: ReadsAhead | None = None,
     ) -> None:
         """Read the body of an opened file; see :func:`.reader.read_body`."""
         read_body(
@@ -93,7 +90,6 @@ class Reads:
             sink=sink,
             wanted=wanted,
             on_entry=on_entry,
-            reads=ahead,
         )
 
 
@@ -125,7 +121,6 @@ class LoadedBase:
         shape: shape digest (see :mod:`everstep.state.layout.entries`); only for a base of one rank.
         redone: number of updates replayed to bring all parts to the step of the base
             (:mod:`everstep.restore.offline.rank_files`).
-        rank_bytes: bytes read from the files of each rank.
         layout: distribution of the tensors over the ranks that saved the base; only if it is
             another one than now.
         restrided: names of tensors whose strides differ from those when they were saved.
@@ -141,7 +136,6 @@ class LoadedBase:
     notes: tuple[str, ...]
     shape: str = ""
     redone: int = 0
-    rank_bytes: Mapping[int, int] = field(default_factory=dict)
     layout: SavedLayout | None = None
     restrided: frozenset[str] = frozenset()
     tied: tuple[str, ...] = ()
@@ -275,13 +269,8 @@ def load_ranks(
             f"{with_redo[0]}: its entries are at different updates", path=with_redo[0]
         )
     saved = SavedRanks(opened, contents(opened[0])[0] if single_rank else None, partly=partly)
-    # Files with a redo file are read by ``complete``, and a second time here would be wasted.
-    ahead = () if with_redo and complete is not None else opened
-    with _read_ahead(ahead, reads) as started:  # while the rest is planned
-        planned = _plan(saved, opened, state, strict, complete)
-        return _load(
-            saved, opened, state, reads, planned, on_touch, started, complete, strict=strict
-        )
+    planned = _plan(saved, opened, state, strict, complete)
+    return _load(saved, opened, state, reads, planned, on_touch, complete, strict=strict)
 
 
 def compare_ranks(
@@ -303,23 +292,6 @@ def compare_ranks(
     return SkippedState(planned.mismatches, state.left_out(planned.plans, taken))
 
 
-def _read_ahead(
-    opened: Sequence[OpenBase], reads: Reads
-) -> contextlib.AbstractContextManager[ReadsAhead | None]:
-    """Start reading the first file of a base of one rank, which is read completely in any case.
-
-    A file that claims more than the available memory is left until it was checked.
-    """
-    if not opened or opened[0].marker.world != 1 or not opened[0].shards:
-        return contextlib.nullcontext()
-    shard = opened[0].shards[0]
-    if shard.record.length > memory_available_bytes():
-        return contextlib.nullcontext()
-    ahead = ReadsAhead(shard, reads.ring, timeout_s=reads.timeout_s)
-    ahead.start()
-    return ahead
-
-
 def _load(
     saved: SavedRanks,
     opened: Sequence[OpenBase],
@@ -327,7 +299,6 @@ def _load(
     reads: Reads,
     planned: _Planned,
     on_touch: Callable[[], None],
-    ahead: ReadsAhead | None,
     complete: CompleteRank | None,
     *,
     strict: bool,
@@ -345,7 +316,7 @@ def _load(
     made = _Completed()
     if complete is not None:
         made.read(saved, with_redo, wanted, complete)
-    rank_bytes, entries = _read(saved, wanted, reads, ahead, made)
+    size_bytes, entries = _read(saved, wanted, reads, made)
     tensors = targets.finish()
     for name, expected in shared.items():
         # Lazy conjugation and negation are resolved, as the digest is of the stored bytes. cpu()
@@ -375,7 +346,6 @@ def _load(
     layout = None
     if saved.world != state.ranks.world:
         layout = SavedLayout.of(saved, opened, state.optimizers)
-    size_bytes = sum(rank_bytes.values())
     return LoadedBase(
         planned.marker,
         size_bytes,
@@ -384,7 +354,6 @@ def _load(
         tuple(notes),
         shape,
         made.updates,
-        rank_bytes=rank_bytes,
         layout=layout,
         restrided=restrided(view, tensors),
         tied=tied,
@@ -462,13 +431,13 @@ class _Completed:
 
     Attributes:
         numbers: of these files.
-        rank_bytes: bytes read, by rank that wrote them.
+        size_bytes: bytes read.
         updates: number of updates replayed.
         doubts: reasons why the result may differ from training, in words.
     """
 
     numbers: set[int] = field(default_factory=set)
-    rank_bytes: dict[int, int] = field(default_factory=dict)
+    size_bytes: int = 0
     entries: int = 0
     updates: int = 0
     doubts: list[str] = field(default_factory=list)
@@ -483,8 +452,7 @@ class _Completed:
         """Replay and read the files of these ranks, one rank after another, so that one rank's
         files at a time are in memory."""
         for one in with_redo:
-            rank = one.marker.rank
-            mine = saved.files_of(rank)
+            mine = saved.files_of(one.marker.rank)
             # Also without fills: _read() must skip these files, whose entries are of different
             # updates.
             self.numbers.update(mine)
@@ -493,7 +461,7 @@ class _Completed:
                 continue
             made = complete(one)
             self.entries += len(made.fill(fills_of))
-            self.rank_bytes[rank] = one.size_bytes
+            self.size_bytes += one.size_bytes
             self.updates = max(self.updates, made.updates)
             doubt = f"its redo file was replayed here, which is not exact: {made.doubt}"
             self.doubts += [doubt] if made.doubt and doubt not in self.doubts else []
@@ -503,11 +471,9 @@ def _read(
     saved: SavedRanks,
     wanted: Mapping[int, Sequence[Fill]],
     reads: Reads,
-    ahead: ReadsAhead | None,
     made: _Completed,
-) -> tuple[dict[int, int], int]:
-    """Read the remaining files; return the bytes by rank that wrote them, and the number of
-    entries.
+) -> tuple[int, int]:
+    """Read the remaining files; return the number of bytes and of entries.
 
     A base of one rank is read completely, so that the digests of its files are verified, too.
 
@@ -515,7 +481,7 @@ def _read(
         made: totals of the files read before.
     """
     entries = made.entries
-    rank_bytes = made.rank_bytes
+    size_bytes = made.size_bytes
     for number, shard in enumerate(saved.files):
         if number in made.numbers:
             continue
@@ -528,14 +494,11 @@ def _read(
             sink=pieces.sink,
             wanted=None if entire_file else pieces.wanted,
             on_entry=pieces.entry_done,
-            ahead=None if number else ahead,
         )
         places = header.placed if entire_file else [header.placed[index] for index in pieces.wanted]
         entries += len(places)
-        size_bytes = shard.record.length if entire_file else sum(p.end - p.begin for p in places)
-        writer = header.identity.rank
-        rank_bytes[writer] = rank_bytes.get(writer, 0) + size_bytes
-    return rank_bytes, entries
+        size_bytes += shard.record.length if entire_file else sum(p.end - p.begin for p in places)
+    return size_bytes, entries
 
 
 def _refuse_unused(

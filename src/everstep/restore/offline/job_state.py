@@ -150,12 +150,11 @@ class JobState:
         found = (one.memory.exactness for one in self._ranks.values())
         return next((one for one in found if not one.exact), Exactness(True, ""))
 
-    def take(self, step: JobStep, *, drop: bool = False) -> None:
+    def take(self, step: JobStep) -> None:
         """Apply one step: all of it, or nothing (I3). :meth:`finish` completes it.
 
         Args:
             step: verified records.
-            drop: leave the updates out.
 
         Raises:
             FormatError, ReplayError, UnsupportedStateError: a record does not fit the state.
@@ -163,19 +162,15 @@ class JobState:
         held = None if self._sharing is None else self._held(self._sharing, step)
         for rank, one in self._ranks.items():
             updates, mark = step[rank]
-            if drop or not one.memory.replays:
+            if not one.memory.replays:
                 updates = ()
             elif self._sharing is not None:
                 updates = [_with_parts(u, n, rank, step) for n, u in enumerate(updates)]
             found = Step.of(updates, mark)
             one.driver.step(found if held is None else replace(found, held=held[rank]))
 
-    def finish(self, *, counterfactual: bool = False) -> None:
+    def finish(self) -> None:
         """Apply the waiting updates, and restore everything else from the last marks.
-
-        Args:
-            counterfactual: some updates were left out, so that an optimizer's plain values (its
-                step count) are taken from replay instead of the marks.
 
         Raises:
             FormatError, ReplayError: a mark does not fit the state.
@@ -190,7 +185,7 @@ class JobState:
             one = self._ranks[rank]
             # Not driver.finish(): the objects of a mark may have to be merged with other ranks'.
             one.driver.idle()
-            one.memory.restore(mark, counterfactual=counterfactual, merged=merged.get(rank))
+            one.memory.restore(mark, merged=merged.get(rank))
 
     def compare(self) -> None:
         """Compare the states with the samples in the last marks, if replay must give the bits of

@@ -258,15 +258,12 @@ class HostMemory:
         self,
         mark: LogRecord,
         *,
-        counterfactual: bool = False,
         merged: Mapping[str, bytes] | None = None,
     ) -> list[str]:
         """Restore everything that the last marks hold; return no notes.
 
         Args:
             mark: mark of this rank.
-            counterfactual: some updates were left out, so that an optimizer's plain values (its
-                step count) are taken from replay instead of the mark.
             merged: objects of the mark, merged with those of other ranks, by name.
 
         Raises:
@@ -289,14 +286,10 @@ class HostMemory:
                     raise FormatError(f"{mark.head} refers to {name!r}, which is not in the base")
             optimizer = self._optimizers.get(section)
             if optimizer is not None:
-                self._reconcile(section, tree, optimizer, counterfactual)
+                self._reconcile(section, tree, optimizer)
             if OptimizerProvider.groups_of(tree) is not None:
                 self._take_options(tree, None if optimizer is None else optimizer.last)
         self._trees = trees
-        if counterfactual:
-            # Their step counts were taken from replay.
-            for section in self._optimizers:
-                state.objects[OBJECT_PREFIX + section] = encode(trees[section], section)
         return []
 
     def _optimizer(self, update: Update, record: LogRecord) -> _Optimizer:
@@ -428,13 +421,7 @@ class HostMemory:
         if all(entry.stride):  # a stride of 0 (expanded) cannot have been updated in place
             self.state.tensors[name] = with_strides(tensor, entry.stride)
 
-    def _reconcile(
-        self,
-        section: str,
-        tree: Any,
-        optimizer: _Optimizer,
-        counterfactual: bool,
-    ) -> None:
+    def _reconcile(self, section: str, tree: Any, optimizer: _Optimizer) -> None:
         """Reconcile an optimizer's replayed state with the mark."""
         if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
             raise FormatError(f"the mark of step {self.state.step} has no state of {section!r}")
@@ -443,9 +430,9 @@ class HostMemory:
             if self.state.marker.world > 1 and name not in optimizer.names:
                 continue
             mine = replayed.get(name, {})
-            if not isinstance(values, dict) or not (counterfactual or mine.keys() == values.keys()):
+            if not isinstance(values, dict) or mine.keys() != values.keys():
                 raise ReplayError(f"replay gives other state of {name!r} than {section!r} had")
-            self._reconcile_parameter(section, name, values, mine, counterfactual)
+            self._reconcile_parameter(section, name, values, mine)
         if missing := sorted(set(replayed) - set(tree["state"])):
             raise ReplayError(
                 f"replay gives state of {missing[0]!r}, which {section!r} did not have"
@@ -457,11 +444,8 @@ class HostMemory:
         name: str,
         values: dict[str, Any],
         mine: Mapping[str, Any],
-        counterfactual: bool,
     ) -> None:
         for key, value in values.items():
-            if key not in mine:
-                continue  # state made by an update that was left out
             found = mine[key]
             if isinstance(value, TensorRef):
                 entry = self.state.canonical(value.name)
@@ -470,8 +454,6 @@ class HostMemory:
                     self._take(entry, found, f"{key} of {name!r}")
             elif any(references(value)):
                 raise FormatError(f"{section}: {key} of {name!r} is neither tensor nor plain")
-            elif counterfactual:
-                values[key] = found
             elif not _same(found, value):
                 self.surprises.append(
                     f"{section}: {key} of {name} is {value!r}, by replay {found!r}"

@@ -1,19 +1,13 @@
-"""Build the state of any logged step from files alone; also a state that training never had.
+"""Build the state of any logged step from files alone.
 
-The state of a step comes from the base that needs least replay; if base or log are damaged, from
-the next older base. A *counterfactual* state leaves out the updates of some steps. The other
-gradients are those that training computed with these updates in place, so it is never the state
-that training would have reached.
+It comes from the base that needs least replay; if base or log are damaged, from the next older
+base.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from everstep.commit import BaseId
 from everstep.errors import EverstepError, FormatError, OptionError, RecoveryError
@@ -33,8 +27,6 @@ from everstep.run.log_reads import Prefetch
 from everstep.run.verify import audit_of, describe_audit
 from everstep.seams import FileSystem
 from everstep.seams.progress import progress
-
-_Way = tuple[BaseFound, Chain]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +86,6 @@ class ReplayResult:
         return self.lineage or self.replay or self.surprise
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Difference of an entry between two states.
-
-    Attributes:
-        entry: name of the entry.
-        max_abs: largest absolute difference; None if it is not numeric or not finite.
-        relative: norm of the difference divided by the norm of the first; None if that is zero.
-    """
-
-    entry: str
-    max_abs: float | None
-    relative: float | None
-
-
 @dataclass(slots=True)
 class Rebuilder:
     """Builds states of one run.
@@ -135,42 +112,25 @@ class Rebuilder:
             RecoveryError: they have, or had, but it cannot be reached; with all reasons.
             UnsupportedStateError: it takes the program that trained it to replay its updates.
         """
-        return self._first(self._ways(step, timeline), step, frozenset(), twice=False)[0]
-
-    def without(
-        self, step: int, drop: Collection[int], begin: int | None, timeline: int | None = None
-    ) -> tuple[Rebuilt, Rebuilt]:
-        """The state at the end of ``step`` as training had it, and the one without the updates
-        of the steps ``drop``; on the same base.
-
-        Args:
-            begin: replay begins at the newest base that is no later than this step; None: than
-                the first step to drop.
-
-        Raises:
-            OptionError: steps that are not replayed cannot be dropped; otherwise as
-                :meth:`state_at`.
-        """
-        latest = min([step, *(number - 1 for number in drop)])
-        if begin is not None and begin > latest:
-            what = f"step {latest + 1}" if latest < step else "the state"
-            raise OptionError(f"replay from step {begin} on comes too late for {what}", step=step)
-        latest = latest if begin is None else begin
-        late = [number for number in drop if number > step]
-        if late:
-            raise OptionError(f"step {late[0]} comes after step {step}: it has no part in it")
-        begin_early = (way for way in self._ways(step, timeline) if way[0].id.step <= latest)
-        ways = _unless_empty(begin_early)
-        if ways is None:
-            raise OptionError(
-                f"no base at or before step {latest} leads to step {step}",
-                step=step,
-                path=self.log.inventory.path,
-                hint=self._hint(),
-            )
-        logged, other = self._first(ways, step, frozenset(drop), twice=True)
-        assert other is not None
-        return logged, other
+        skipped: list[Skipped] = []
+        for base, chain in self.log.ways(step, timeline):
+            try:
+                state = self.load(base, chain)
+                why = self.play(chain, state).why
+            except (EverstepError, OSError) as error:
+                reason = why_unusable(error, base)
+                skipped.append(Skipped(base.id.timeline, base.id.step, reason))
+                continue
+            return self.rebuilt(base, chain, state, why, skipped)
+        if not skipped:
+            raise self._unreachable(step, timeline)
+        reasons = "\n".join(f"  {BaseId(s.timeline, s.step)}: {s.reason}" for s in skipped)
+        raise RecoveryError(
+            f"step {step} exists, but no intact base and log lead to it:\n{reasons}",
+            step=step,
+            path=self.log.inventory.path,
+            hint="everstep verify lists the damage",
+        )
 
     def rebuilt(
         self,
@@ -241,30 +201,25 @@ class Rebuilder:
     def play(
         self,
         chain: Chain,
-        logged: JobState,
-        other: JobState | None = None,
-        drop: Collection[int] = (),
+        state: JobState,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> ReplayResult:
         """Replay a chain.
 
         Args:
             chain: steps to replay.
-            logged: gets all updates.
-            other: gets all updates except those of the steps ``drop``.
-            drop: steps to leave out.
+            state: state to replay to.
             on_step: called after each step.
 
         Raises:
             DamageError, FormatError, ReplayError, StorageError: the log cannot be replayed
-                further; both
-                states are unusable then.
+                further; the state is unusable then.
             AuditError: replay, which must give the bits of training, gives others.
         """
         updates_seen = 0
-        lineage = "" if logged.marker.exact else "the base is not exact"
-        world = logged.marker.world
-        found = self.log.steps(chain, logged.lsn, world, self.ring, self.timeout_s)
+        lineage = "" if state.marker.exact else "the base is not exact"
+        world = state.marker.world
+        found = self.log.steps(chain, state.lsn, world, self.ring, self.timeout_s)
         with (
             progress("replay", len(chain.steps)) as bar,
             Prefetch(found, count=1) as steps,  # as much again as is being replayed: a segment
@@ -273,46 +228,32 @@ class Rebuilder:
                 # An item of the thread that reads ahead: the steps before it were taken.
                 if isinstance(step, EverstepError):
                     raise step
-                # Both states take a step from the same records, which are read once.
-                logged.take(step)
-                if other is not None:
-                    other.take(step, drop=logged.step in drop)
+                state.take(step)
                 if not all(mark.head.exact for _, mark in step.values()):
                     lineage = lineage or NOT_EXACT
                 updates_seen += sum(len(updates) for updates, _ in step.values())
-                on_step(logged.step)
+                on_step(state.step)
                 bar.advance(1)
-        logged.finish()
-        if other is not None:
-            other.finish(counterfactual=True)
-        replay = logged.doubt or logged.exactness.why
+        state.finish()
+        replay = state.doubt or state.exactness.why
         if updates_seen:
             records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
             replay = replay_conditions(records)[1] or replay
         # Where replay must give the bits of training, a difference is a write that the log does
         # not hold, or damage.
         if not replay:
-            logged.compare()
-        return ReplayResult(lineage, replay, logged.surprises[0] if logged.surprises else "")
+            state.compare()
+        return ReplayResult(lineage, replay, state.surprises[0] if state.surprises else "")
 
-    def _ways(self, step: int, timeline: int | None) -> Iterator[tuple[BaseFound, Chain]]:
-        found = _unless_empty(self.log.ways(step, timeline))
-        if found is None:
-            where = "" if timeline is None else f" of timeline {timeline}"
-            if why := self.log.why_not(step, timeline):
-                raise RecoveryError(
-                    f"the log does not lead to step {step}{where}: {why}",
-                    step=step,
-                    path=self.log.inventory.path,
-                    hint=self._hint(),
-                )
-            raise OptionError(
-                f"neither a base nor the log on disk has step {step}{where}",
-                step=step,
-                path=self.log.inventory.path,
-                hint=self._hint(),
-            )
-        return found
+    def _unreachable(self, step: int, timeline: int | None) -> EverstepError:
+        """Return the error of a step to which no base leads."""
+        where = "" if timeline is None else f" of timeline {timeline}"
+        path = self.log.inventory.path
+        if why := self.log.why_not(step, timeline):
+            what = f"the log does not lead to step {step}{where}: {why}"
+            return RecoveryError(what, step=step, path=path, hint=self._hint())
+        what = f"neither a base nor the log on disk has step {step}{where}"
+        return OptionError(what, step=step, path=path, hint=self._hint())
 
     def _hint(self) -> str:
         logged = {step for _, step in self.log.replayable()}
@@ -322,75 +263,3 @@ class Rebuilder:
         if self.log.segments:
             return f"{known}; the log on disk leads on from none of its bases"
         return f'{known}; more with a log on disk: method="logged", log=LogOptions(to="disk")'
-
-    def _first(
-        self,
-        ways: Iterable[tuple[BaseFound, Chain]],
-        step: int,
-        drop: frozenset[int],
-        *,
-        twice: bool,
-    ) -> tuple[Rebuilt, Rebuilt | None]:
-        """Return the state from the first base and log that can be replayed completely."""
-        skipped: list[Skipped] = []
-        for base, chain in ways:
-            try:
-                logged = self.load(base, chain)
-                other = self.load(base, chain) if twice else None
-                why = self.play(chain, logged, other, drop).why
-            except (EverstepError, OSError) as error:
-                reason = why_unusable(error, base)
-                skipped.append(Skipped(base.id.timeline, base.id.step, reason))
-                continue
-            found = self.rebuilt(base, chain, logged, why, skipped)
-            if other is None:
-                return found, None
-            listed = ", ".join(map(str, sorted(drop)[:5])) + (", ..." if len(drop) > 5 else "")
-            left = f"the updates of step {listed} were left out" if drop else "a counterfactual"
-            return found, replace(found, state=other.whole()[0], exact=False, why=left)
-        reasons = "\n".join(f"  {BaseId(s.timeline, s.step)}: {s.reason}" for s in skipped)
-        raise RecoveryError(
-            f"step {step} exists, but no intact base and log lead to it:\n{reasons}",
-            step=step,
-            path=self.log.inventory.path,
-            hint="everstep verify lists the damage",
-        )
-
-
-def _unless_empty(ways: Iterator[_Way]) -> Iterator[_Way] | None:
-    """The same, found one by one; None if there is none."""
-    first = next(ways, None)
-    return None if first is None else itertools.chain([first], ways)
-
-
-def changes(before: OfflineState, after: OfflineState) -> list[Change]:
-    """Return the entries in which two states differ, in the order of the first."""
-    found = []
-    theirs = after.digests()
-    for name, mine in before.digests().items():
-        if theirs.get(name) == mine:
-            continue
-        max_abs = relative = None
-        if name in before.tensors and name in after.tensors:
-            max_abs, relative = _distance(before.tensors[name], after.tensors[name])
-        found.append(Change(name, max_abs, relative))
-    known = {*before.entries, *before.objects}
-    found += [Change(name, None, None) for name in theirs if name not in known]
-    return found
-
-
-def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float | None, float | None]:
-    """Largest absolute difference, and the norm of the difference by the norm of the first."""
-    if one.shape != other.shape or one.dtype != other.dtype or not one.numel():
-        return None, None
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    try:
-        first = one.to(wide)
-        apart = other.to(wide) - first
-    except RuntimeError:  # no conversion of this dtype
-        return None, None
-    norm = float(torch.linalg.vector_norm(first))
-    size = float(torch.linalg.vector_norm(apart))
-    largest = float(apart.abs().max())
-    share = size / norm if norm else math.inf
-    return largest if math.isfinite(largest) else None, share if math.isfinite(share) else None

@@ -304,7 +304,7 @@ class RunLog:
         Args:
             without: bases to ignore.
         """
-        return {item for _, chain in self._chains(without) for item in chain.steps}
+        return {item for _, chain in self.chains(without) for item in chain.steps}
 
     def newest_end(self, base: BaseFound) -> BaseId | None:
         """Return the last step that replay reaches from a base along the newest history; None if
@@ -317,7 +317,7 @@ class RunLog:
         """Return the reach of the log of each timeline that has segments."""
         steps: dict[int, set[int]] = {}
         stopped: dict[int, str] = {}
-        for number, chain in self._chains(()):
+        for number, chain in self.chains(()):
             for timeline, step in chain.steps:
                 steps.setdefault(timeline, set()).add(step)
             stopped[number] = chain.stopped  # of the newest base, which comes last
@@ -334,7 +334,7 @@ class RunLog:
             found[timeline] = Reach(timeline, reached, mine, why, _between(known))
         return found
 
-    def _chains(self, without: Collection[BaseId]) -> Iterator[tuple[int, Chain]]:
+    def chains(self, without: Collection[BaseId]) -> Iterator[tuple[int, Chain]]:
         """Yield chains along the history of each timeline, with its number; older bases first."""
         branches = self.inventory.branches
         usable = self.usable

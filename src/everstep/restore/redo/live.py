@@ -285,7 +285,6 @@ class LiveMemory:
                 # Training is not running: a second core is free even if torch has one thread only.
                 threads=max(torch.get_num_threads(), min(2, len(available_cores()))),
                 training_threads=torch.get_num_threads(),
-                fast=self._state.replays_fast,
                 relaid=self._relaid_of(own, known) if self._relaid else {},
             ),
         )

@@ -9,6 +9,6 @@ Runs in the training process. Read in this order:
                the steps
 """
 
-from everstep.restore.reshard.replay import LogsInMemory, ReshardedLogs
+from everstep.restore.reshard.replay import LogsInMemory, ReshardedLogs, replay_resharded
 
-__all__ = ["LogsInMemory", "ReshardedLogs"]
+__all__ = ["LogsInMemory", "ReshardedLogs", "replay_resharded"]

@@ -22,8 +22,7 @@ from everstep.restore.start.report import (
     ResumeRequest,
     describe,
     doubted,
-    recovery_report,
-    with_ranks,
+    with_causes,
 )
 from everstep.restore.start.resume_job import resume_all_ranks
 
@@ -35,7 +34,6 @@ __all__ = [
     "describe",
     "doubted",
     "needs_on_disk",
-    "recovery_report",
     "resume_all_ranks",
-    "with_ranks",
+    "with_causes",
 ]

@@ -37,13 +37,12 @@ from everstep.format import TimelineRecord, digest
 from everstep.format.log import LogRecord
 from everstep.restore.fetch import StartChannel
 from everstep.restore.fetch.held import FetchedLog, lay_out_records, records_from_pack
-from everstep.restore.fetch.sources import RankRead
 from everstep.restore.fetch.start_channel import CHUNK_BYTES, IncomingBytes
 from everstep.restore.load import LoadedBase, Restored
 from everstep.restore.log import LogFound, LogReader
 from everstep.restore.redo import UnknownClassError, doubt_about
-from everstep.restore.reshard import LogsInMemory, ReshardedLogs
-from everstep.restore.start.report import Resumed, ResumeRequest
+from everstep.restore.reshard import LogsInMemory, ReshardedLogs, replay_resharded
+from everstep.restore.start.report import ResumeRequest
 from everstep.restore.start.roll_forward import replay as replay_chain
 from everstep.restore.start.roll_forward import replayable
 from everstep.run import BaseFound, Chain, Inventory, Skipped
@@ -335,6 +334,7 @@ class RankLog:
 
     Attributes:
         lent: more records, from the memory of other nodes.
+        resharded: logs of another number of ranks, or of another layout.
     """
 
     def __init__(self, request: ResumeRequest, left: LogsInMemory) -> None:
@@ -345,7 +345,7 @@ class RankLog:
         self._log = self._reader(LogFound((), ()))
         # The same records for other ranks: their requests arrive while this rank replays its own.
         self._served = self._reader(self._log.found)
-        self._resharded = ReshardedLogs(
+        self.resharded = ReshardedLogs(
             self._filesystem,
             self._rank,
             request.state.ranks.world,
@@ -395,19 +395,6 @@ class RankLog:
         self._served = self._reader(log, read_from)
         return runs_of(log.index.marks, log.index.updates)
 
-    def others(
-        self,
-        inventory: Inventory,
-        copies: Sequence[tuple[FileSystem, Inventory]] = (),
-        bases: Collection[BaseId] = (),
-        *,
-        near: Sequence[int],
-        relaid: bool,
-    ) -> dict[int, tuple[LogRun, ...]]:
-        """Return the runs of steps that this rank reads of logs of another layout
-        (:meth:`.ReshardedLogs.look`)."""
-        return self._resharded.look(inventory, copies, bases, near=near, relaid=relaid)
-
     def in_copies(self, choice: Choice) -> dict[PurePath, tuple[FileSystem, int]]:
         """Return the files of copies that a choice needs, as of the last scan."""
         if choice.reach is None or choice.readers:
@@ -424,26 +411,10 @@ class RankLog:
         them."""
         return {log.record.timeline: log.record for log in self.lent if log.is_of(inventory)}
 
-    def with_lent(self, resumed: Resumed, choice: Choice) -> Resumed:
-        """Add the number of replayed steps that came from other nodes."""
-        reach = choice.reach
-        base = choice.base
-        if reach is None or base is None or not self.lent:
-            return resumed
-        steps = {
-            step
-            for log in self.lent
-            for step in range(log.steps.run.first, log.steps.run.last + 1)
-            if base.step < step <= reach.step
-        }
-        size_bytes = sum(log.steps.memory.nbytes for log in self.lent)
-        read = RankRead(self._rank, "peer", size_bytes)
-        return replace(resumed, lent=len(steps), reads=(*resumed.reads, read))
-
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         """Unusable segments."""
-        return tuple(dict.fromkeys([*self._log.found.skipped, *self._resharded.skipped]))
+        return tuple(dict.fromkeys([*self._log.found.skipped, *self.resharded.skipped]))
 
     def redo(
         self, choice: Choice, loaded: LoadedBase, *, together: bool, exchange: LogExchange
@@ -465,7 +436,7 @@ class RankLog:
             failed = self._replay_resharded(replay)
         else:
             restored.loaded = self._with_shape(loaded)
-            if self._is_other_layout(restored.loaded, *replay.steps[0]):
+            if self.is_other_layout(restored.loaded, *replay.steps[0]):
                 return Redone(relaid=True, touched=False)
             failed = self._replay_own(replay)
         if isinstance(failed, UnknownClassError) and self._request.strict:
@@ -511,8 +482,6 @@ class RankLog:
 
     def _replay_resharded(self, replay: _Replay) -> EverstepError | None:
         """Replay the logs of another layout; return the error if a step failed."""
-        # Imported here since most jobs start with as many ranks as before.
-        from everstep.restore.reshard.replay import replay_resharded
 
         def fetch(ranks: Sequence[int], timeline: int, step: int) -> dict[int, list[LogRecord]]:
             readers = {
@@ -550,7 +519,7 @@ class RankLog:
             DamageError: they are unusable.
         """
         try:
-            return self._resharded.records(rank, timeline, step)
+            return self.resharded.records(rank, timeline, step)
         except (EverstepError, LookupError) as error:
             why = error.message if isinstance(error, EverstepError) else repr(error)
             raise DamageError(f"the log of rank {rank}, step {step}: {why}") from error
@@ -558,7 +527,7 @@ class RankLog:
     def close(self) -> None:
         """End serving records to other ranks. Idempotent."""
         self._served.close()
-        self._resharded.close()
+        self.resharded.close()
 
     def encoded(self, rank: int, timeline: int, step: int) -> bytes:
         """Return the encoded records of a step for another rank; b"" if they cannot be read here.
@@ -566,9 +535,9 @@ class RankLog:
         These are the updates, and also the mark if they belong to a log of another layout.
         """
         try:
-            if self._resharded.has(rank, timeline):
+            if self.resharded.has(rank, timeline):
                 with contextlib.suppress(LookupError):
-                    return encode_records(self._resharded.records(rank, timeline, step))
+                    return encode_records(self.resharded.records(rank, timeline, step))
             if rank != self._rank:
                 raise LookupError(f"rank {rank} reads its own log")
             return encode_records(self._served.records_of(timeline, step))
@@ -617,7 +586,7 @@ class RankLog:
         if unusable is not None:
             restored.skipped.append(unusable)
 
-    def _is_other_layout(self, loaded: LoadedBase, timeline: int, step: int) -> bool:
+    def is_other_layout(self, loaded: LoadedBase, timeline: int, step: int) -> bool:
         """Return True if the first step after a base belongs to another layout than this rank
         has now."""
         if loaded.marker.world == 1 or loaded.mismatches:

@@ -18,7 +18,7 @@ from everstep.format import Manifest, TimelineRecord, base_dir
 from everstep.format.records import AuditRecord
 from everstep.restore.fetch import HeldBase
 from everstep.restore.fetch.node_reads import NodeReads
-from everstep.restore.fetch.sources import Place, Places, RankRead, read_from_places, source_name
+from everstep.restore.fetch.sources import Place, Places, read_from_places, source_name
 from everstep.restore.load import (
     OTHER_STATE,
     LoadedBase,
@@ -51,7 +51,6 @@ class Outcome:
         source: source of the base.
         exact: True if the state is bit for bit that of training.
         load_s: seconds spent loading.
-        reads: bytes read, by tier.
         redone: result of replay.
         audit: audit that the state rests on (see :func:`.verify.audit_of`).
     """
@@ -60,40 +59,8 @@ class Outcome:
     source: str = "fresh"
     exact: bool = True
     load_s: float = 0.0
-    reads: tuple[RankRead, ...] = ()
     redone: Redone = field(default_factory=Redone)
     audit: AuditRecord | None = None
-
-    @classmethod
-    def of(
-        cls,
-        loaded: LoadedBase,
-        manifest: Manifest,
-        picked: Mapping[int, Place],
-        rank: int,
-        *,
-        load_s: float,
-    ) -> Outcome:
-        """Return the outcome of loading a base.
-
-        Args:
-            picked: location where the files of each rank were read.
-            rank: rank that read them.
-        """
-        read_bytes: dict[Source, int] = {}
-        for writer, size_bytes in loaded.rank_bytes.items():
-            source = picked[writer].source
-            read_bytes[source] = read_bytes.get(source, 0) + size_bytes
-        return cls(
-            loaded,
-            source_name({place.source.tier for place in picked.values()}),
-            manifest.exact and not loaded.mismatches and not loaded.notes,
-            load_s,
-            tuple(
-                RankRead(rank, source.tier, size_bytes)
-                for source, size_bytes in sorted(read_bytes.items())
-            ),
-        )
 
     def audited(self, restored: Restored, inventory: Inventory, end: BaseId | None) -> Restored:
         """Apply audits to the result: a state that rests on a base which audits found different is
@@ -275,8 +242,11 @@ class RankRestore:
             return tuple(places.damaged)
         loaded, picked = read
         load_s = clock.monotonic_s() - start_s
-        self.outcome = Outcome.of(
-            loaded, choice.manifest, picked, self._sources.rank, load_s=load_s
+        self.outcome = Outcome(
+            loaded,
+            source_name({place.source.tier for place in picked.values()}),
+            choice.manifest.exact and not loaded.mismatches and not loaded.notes,
+            load_s,
         )
         self._loaded_base = choice.manifest, replace(self.outcome)
         self._add_layout(choice, base, places)
@@ -321,7 +291,7 @@ class RankRestore:
         if not choice.readers or loaded is None or loaded.layout is not None or self._log is None:
             return
         picked = places.pick(places.readable)
-        layout = _read_layout(base, picked or {}, self._request.state.optimizers)
+        layout = read_layout(base, picked or {}, self._request.state.optimizers)
         self.outcome.loaded = replace(loaded, layout=layout)
 
     def _base_of(self, choice: Choice) -> BaseFound:
@@ -348,7 +318,7 @@ class _ReportedProgress:
         self._shown.advance(amount)
 
 
-def _read_layout(
+def read_layout(
     base: BaseFound, places: Mapping[int, Place], optimizers: Collection[str]
 ) -> SavedLayout | None:
     """Return the layout of a base from its headers; None if they can no longer be read.

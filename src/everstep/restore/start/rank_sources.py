@@ -127,7 +127,7 @@ class RankSources:
         if self._log is None:
             return offer
         near = [other for other, name in enumerate(self._meeting.disks) if name == disk]
-        others = self._log.others(
+        others = self._log.resharded.look(
             inventory, self._copies.logs, offer.bases, near=near, relaid=self._asked.relaid
         )
         return replace(offer, log=self._log_runs(offer, lossy=lossy), others=others)

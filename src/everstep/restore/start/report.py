@@ -10,18 +10,16 @@ Request of a process to restore a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
 
 from everstep.commit import BaseId
 from everstep.errors import EverstepError, RecoveryError
-from everstep.format import Marker, TimelineRecord
+from everstep.format import Marker
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch import KeeperContents
-from everstep.restore.fetch.sources import RankBack, RankRead
 from everstep.restore.load import LoadedBase
 from everstep.restore.load.load import sections_of_base
 from everstep.run import BaseFound, Skipped
@@ -52,10 +50,7 @@ class Resumed:
         audit: audit that the state rests on (see :func:`.verify.audit_of`).
         load_s, replay_s: seconds spent loading the base and replaying the log.
         forks: steps at which earlier processes took the run over.
-        reads: of several ranks: bytes that each has read, and their source.
-        ranks: of several ranks: result of each.
         own_exact: of several ranks: this one's share is exact.
-        lent: number of replayed steps from the memory of other nodes.
         by_offsets: the log of another layout was replayed.
     """
 
@@ -74,10 +69,7 @@ class Resumed:
     load_s: float = 0.0
     replay_s: float = 0.0
     forks: tuple[int, ...] = ()
-    reads: tuple[RankRead, ...] = ()
-    ranks: tuple[RankBack, ...] = ()
     own_exact: bool = True
-    lent: int = 0
     by_offsets: bool = False
 
     @property
@@ -132,9 +124,6 @@ class Recovery:
             ``state_dict()``), or its position, and it was restored; on a fresh run it starts from
             the beginning. ``"not in the state"``: it contains none, so the order of batches is up
             to the program.
-        reads: of a job of several ranks: bytes that each rank read, by tier.
-        ranks: of a job of several ranks: source, bytes, seconds, steps replayed and exactness of
-            each rank; the same on all ranks.
     """
 
     step: int
@@ -151,8 +140,6 @@ class Recovery:
     notes: tuple[str, ...] = ()
     load_s: float = 0.0
     replay_s: float = 0.0
-    reads: tuple[RankRead, ...] = ()
-    ranks: tuple[RankBack, ...] = ()
     data: str = NO_DATA
 
 
@@ -162,7 +149,6 @@ def evidence(
     *,
     redone: int = 0,
     replayed: int = 0,
-    lent: int = 0,
     audit: str = "",
     inexact: str = "",
 ) -> str:
@@ -172,7 +158,6 @@ def evidence(
         entries, size_bytes: entries and bytes read and verified.
         redone: number of updates replayed to complete a multi-step base.
         replayed: number of log steps replayed.
-        lent: number of these from the memory of another node.
         audit: result of audits.
         inexact: why the state is not exact; "" if it is.
     """
@@ -181,8 +166,6 @@ def evidence(
         text += f"; its parts completed by replaying {redone} update(s)"
     if replayed:
         text += f"; {replayed} step(s) replayed from the log"
-        if lent:
-            text += f", {lent} of them from the memory of another node"
     if audit and audit != inexact:
         text += f"; {audit}"
     if inexact:
@@ -208,7 +191,6 @@ def describe(resumed: Resumed, seconds: float, *, has_data: bool) -> Recovery:
             loaded.size_bytes,
             redone=loaded.redone,
             replayed=resumed.replayed,
-            lent=resumed.lent,
             audit=audit,
             inexact=resumed.inexact,
         )
@@ -227,8 +209,6 @@ def describe(resumed: Resumed, seconds: float, *, has_data: bool) -> Recovery:
         notes=tuple(dict.fromkeys((*resumed.problems, *(() if loaded is None else loaded.notes)))),
         load_s=resumed.load_s,
         replay_s=resumed.replay_s,
-        reads=resumed.reads,
-        ranks=resumed.ranks,
         data="restored" if has_data else NO_DATA,
     )
 
@@ -239,7 +219,6 @@ def why_inexact(
     loaded: LoadedBase | None,
     base: BaseId | None,
     markers: Iterable[Marker],
-    timelines: Iterable[TimelineRecord | None],
 ) -> str:
     """Return in words why a state is not exact; "" if it is.
 
@@ -249,7 +228,6 @@ def why_inexact(
         loaded: result of loading the base; None on a fresh start, like ``base``.
         base: base that was loaded.
         markers: markers of the ranks that wrote it.
-        timelines: timeline records of the run.
     """
     if replay:
         return replay
@@ -261,8 +239,10 @@ def why_inexact(
     if of := {marker.rank: marker.inexact for marker in markers if not marker.exact}:
         ranks = f" (rank(s) {', '.join(map(str, sorted(of)))})" if loaded.marker.world > 1 else ""
         reasons = "; ".join(dict.fromkeys(filter(None, of.values())))
-        why = ": ".join(filter(None, (_lineage(base, timelines), reasons)))
-        found.append(f"the base of {base}{ranks} is marked as not exact: {why}")
+        found.append(
+            f"the base of {base}{ranks} is marked as not exact: it was not saved from the "
+            "complete, exact state of training" + (f": {reasons}" if reasons else "")
+        )
     if loaded.mismatches:
         name, problem = loaded.mismatches[0]
         more = _more(len(loaded.mismatches), "mismatched")
@@ -274,23 +254,6 @@ def why_inexact(
 
 def _more(count: int, where: str) -> str:
     return f" (and {count - 1} more, see Recovery.{where})" if count > 1 else ""
-
-
-def _lineage(base: BaseId, timelines: Iterable[TimelineRecord | None]) -> str:
-    records = {one.timeline: one for one in timelines if one is not None}
-    since = None
-    record = records.get(base.timeline)
-    while record is not None and not record.exact:
-        since = record
-        parent = record.parent
-        # A forged record may name a later parent, or itself: ignore it, or the loop never ends.
-        record = records.get(parent) if parent is not None and parent < since.timeline else None
-    if since is None:
-        return "it was not saved from the complete, exact state of training"
-    return (
-        f"it descends from the state with which timeline {since.timeline} began at step "
-        f"{since.fork_step}, which was not exact"
-    )
 
 
 def missing_sections(
@@ -407,34 +370,14 @@ def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
     return replace(resumed, exact=False, own_exact=False, inexact=why, problems=problems)
 
 
-def recovery_report(resumed: Resumed) -> dict[str, Any]:
-    """Return a rank's report about its resume, for the other ranks."""
-    return {
-        "reads": [[one.source, one.size_bytes] for one in resumed.reads],
-        "back": [
-            resumed.source,
-            sum(one.size_bytes for one in resumed.reads),
-            resumed.load_s,
-            resumed.replay_s,
-            resumed.replayed,
-            resumed.own_exact,
-        ],
-    }
+def with_causes(resumed: Resumed, exact: Sequence[bool]) -> Resumed:
+    """Name the ranks whose state is not exact, if that is why the job's state is not.
 
-
-def with_ranks(resumed: Resumed, reports: Sequence[Mapping[str, Any]]) -> Resumed:
-    """Add the reports of all ranks (:func:`recovery_report`), in order of rank."""
-    backs = tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(reports))
-    causes = ", ".join(str(one.rank) for one in backs if not one.exact)
-    if resumed.inexact == ELSEWHERE and causes:
-        why = f"the state that rank(s) {causes} restored is not exact: see their evidence"
-        resumed = replace(resumed, inexact=why)
-    return replace(
-        resumed,
-        reads=tuple(
-            RankRead(rank, str(source), int(size_bytes))
-            for rank, one in enumerate(reports)
-            for source, size_bytes in one["reads"]
-        ),
-        ranks=backs,
-    )
+    Args:
+        exact: ``own_exact`` of each rank.
+    """
+    causes = ", ".join(str(rank) for rank, own in enumerate(exact) if not own)
+    if resumed.inexact != ELSEWHERE or not causes:
+        return resumed
+    why = f"the state that rank(s) {causes} restored is not exact: see their evidence"
+    return replace(resumed, inexact=why)

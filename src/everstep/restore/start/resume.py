@@ -161,11 +161,10 @@ class _Start:
         """Return the result as of before the timeline exists."""
         found = restored.base
         loaded = restored.loaded
-        timelines = inventory.timelines.values()
         audit = None if restored.end is None else audit_of(inventory, restored.end)
         markers = () if loaded is None else (loaded.marker,)
         base = None if found is None else found.id
-        inexact = why_inexact(restored.inexact, audit, loaded, base, markers, timelines)
+        inexact = why_inexact(restored.inexact, audit, loaded, base, markers)
         exact = loaded is None or (
             loaded.marker.exact and not loaded.mismatches and not loaded.notes and not inexact
         )
@@ -186,7 +185,7 @@ class _Start:
             replay_s=restored.replay_s,
             forks=tuple(
                 record.fork_step
-                for record in timelines
+                for record in inventory.timelines.values()
                 if record is not None and record.parent is not None
             ),
         )

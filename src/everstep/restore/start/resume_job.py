@@ -131,7 +131,7 @@ class _RankStart:
         if loaded is not None:
             loaded = replace(loaded, notes=(*loaded.notes, *redone.notes))
             problems += nonfinite_notice(self._request.state, end)
-        resumed = Resumed(
+        return Resumed(
             go.timeline,
             choice.base,
             loaded,
@@ -151,11 +151,9 @@ class _RankStart:
             load_s=outcome.load_s,
             replay_s=redone.replay_s,
             forks=tuple(r.fork_step for r in choice.timelines if r.parent is not None),
-            reads=outcome.reads,
             own_exact=outcome.exact,
             by_offsets=bool(choice.readers),
         )
-        return resumed if self._log is None else self._log.with_lent(resumed, choice)
 
     def _problems(self, choice: Choice) -> tuple[str, ...]:
         passed_over = (self._restore.passed_over,) if self._restore.passed_over else ()
@@ -174,8 +172,7 @@ class _RankStart:
             return ELSEWHERE
         choice = go.choice
         markers = () if choice.manifest is None else choice.manifest.markers
-        replay = outcome.redone.inexact
-        return why_inexact(replay, outcome.audit, loaded, choice.base, markers, choice.timelines)
+        return why_inexact(outcome.redone.inexact, outcome.audit, loaded, choice.base, markers)
 
     def _carry_out(self, outs: Iterable[AgreementOut]) -> None:
         todo = list(outs)

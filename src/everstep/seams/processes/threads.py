@@ -95,6 +95,9 @@ class IoThreads:
     Args:
         count: number of threads.
         name: prefix of the threads' names.
+
+    Attributes:
+        running: threads started since construction or the last :meth:`close`.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -114,7 +117,7 @@ class IoThreads:
     def _begin(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._slots = deque(range(self._count))
-        self._threads: list[threading.Thread] = []
+        self.running: list[threading.Thread] = []
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._started = False
 
@@ -141,14 +144,14 @@ class IoThreads:
                     name=f"{self._name}-{number}",
                     daemon=True,
                 )
-                self._threads.append(thread)
+                self.running.append(thread)
                 thread.start()
             self._started = True
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the threads after all submitted work; abandon a hung one after ``timeout_s``."""
         with self._lock:
-            threads = self._threads
+            threads = self.running
             jobs = self._jobs
             finalizer = self._finalizer
             self._begin()

@@ -157,7 +157,7 @@ class ModuleProvider(Provider):
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         notes = discard_unreduced_gradients(self._outer)
-        if not self._needs_load(tree):
+        if not self.needs_load(tree):
             return notes  # every tensor was read into the module's own memory
         keys = {canonical_key(key): key for key in self._state_dict()}
         state = OrderedDict((keys.get(key, key), value) for key, value in tree.items())
@@ -196,7 +196,7 @@ class ModuleProvider(Provider):
         live = tensor_entry("", buffer)
         return (live.dtype, live.logical_dtype) == (entry.dtype, entry.logical_dtype)
 
-    def _needs_load(self, tree: Mapping[str, Any]) -> bool:
+    def needs_load(self, tree: Mapping[str, Any]) -> bool:
         """Return True if ``load_state_dict`` has more to do than to fill the module's memory."""
         memory = dict(self.memory())
         if any(not same_memory(memory.get(key), value) for key, value in tree.items()):

@@ -133,7 +133,7 @@ class OptimizerProvider(Provider):
         self._names_then: Mapping[int, str] = {}
 
     def collect(self) -> dict[str, Any]:
-        tree = self._collect(self._parameters(self._names.now()))
+        tree = self.collect_state(self._parameters(self._names.now()))
         return {**tree, **self._added_keys()}
 
     def look(self) -> SectionContents:
@@ -142,7 +142,7 @@ class OptimizerProvider(Provider):
         if self._proof is None or not self._holds(self._proof, names):
             self._proof = None
             named = self._parameters(names)
-            part = self._look_at(self._collect(named))
+            part = self._look_at(self.collect_state(named))
             holding = self._holding_now()
             self._proof = OptimizerGuard.of(self._optimizer, part, holding, names)
             if self._proof is None:
@@ -305,7 +305,7 @@ class OptimizerProvider(Provider):
             self._holding = holding
         return self._holding
 
-    def _collect(self, parameters: list[NamedShape]) -> dict[str, Any]:
+    def collect_state(self, parameters: list[NamedShape]) -> dict[str, Any]:
         try:
             state_dict = self._optimizer.state_dict()
         except KeyError as error:
@@ -630,7 +630,7 @@ class ZeroProvider(OptimizerProvider):
             tuple(dict.fromkeys((*outer.shared, *inner.shared))),
         )
 
-    def _collect(self, parameters: list[NamedShape]) -> dict[str, Any]:
+    def collect_state(self, parameters: list[NamedShape]) -> dict[str, Any]:
         groups: list[dict[str, Any]] = self._zero.param_groups
         listed = [parameter for group in groups for parameter in group["params"]]
         named = {id(parameter): it for parameter, it in zip(listed, parameters, strict=True)}

@@ -333,7 +333,7 @@ class DDPBuckets(Provider):
             if not all([name, ranks] in said[rank] for rank in ranks):
                 lost.append(f"not all ranks can restore the order of the buckets of {name!r}")
                 continue
-            _rehearse(ddp, self._wanted[name])
+            rehearse(ddp, self._wanted[name])
             if _rebuilds(ddp) and _order_of(ddp) != _Order(True, self._wanted[name]):
                 lost.append(f"the buckets of {name!r} are not in the recorded order")
         self._wanted = {}
@@ -538,7 +538,7 @@ class _MarkReady(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-def _rehearse(ddp: Any, order: Sequence[int]) -> None:
+def rehearse(ddp: Any, order: Sequence[int]) -> None:
     """Run a backward that is reduced like any other, and adds nothing to any gradient."""
     reducer = ddp.reducer
     parameters = list(ddp.module.parameters())

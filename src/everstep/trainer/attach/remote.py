@@ -61,6 +61,9 @@ class Silence:
     Args:
         pid: keeper process.
         timeout_s: seconds without a message after which the keeper counts as hung.
+
+    Attributes:
+        received_s: time of the last message, on the monotonic clock.
     """
 
     def __init__(self, clock: Clock, pid: int, timeout_s: float) -> None:
@@ -69,14 +72,14 @@ class Silence:
         self.timeout_s = timeout_s
         self.grace_s = _GRACE_S
         self._received = threading.Event()
-        self._received_s = self._reported_s = clock.monotonic_s()
+        self.received_s = self._reported_s = clock.monotonic_s()
 
     def message_received(self) -> None:
         """Note that a message has arrived, or that messages are expected only from now on.
 
         Called in any thread.
         """
-        self._received_s = self.clock.monotonic_s()
+        self.received_s = self.clock.monotonic_s()
         self._received.set()
 
     def check(self) -> None:
@@ -85,7 +88,7 @@ class Silence:
         Raises:
             DeadlineError: It has sent no message for too long.
         """
-        if self._is_over(self._received_s):
+        if self._is_over(self.received_s):
             raise self._error()
 
     def overdue(self) -> DeadlineError | None:
@@ -93,7 +96,7 @@ class Silence:
 
         For training, which continues meanwhile.
         """
-        if not self._is_over(max(self._received_s, self._reported_s)):
+        if not self._is_over(max(self.received_s, self._reported_s)):
             return None  # the usual case
         self._reported_s = self.clock.monotonic_s()
         return self._error()
@@ -113,7 +116,7 @@ class Silence:
         return not self._received.wait(self.grace_s)
 
     def _error(self) -> DeadlineError:
-        silent_s = self.clock.monotonic_s() - self._received_s
+        silent_s = self.clock.monotonic_s() - self.received_s
         return DeadlineError(
             f"the keeper (process {self._pid}) has sent no message for {silent_s:.0f} s",
             hint="it is stopped (kill -CONT continues it), or hangs, or this machine is "
@@ -146,6 +149,10 @@ class RemoteKeeper:
         replica_applied: number of the last log record that the replica has applied.
         peer_log_step: newest step of this timeline whose log this rank's peer holds, as last
             reported.
+        replica_requests: bases requested from its replica.
+        log_layouts: layouts of records that the keeper has received.
+        rebuilding: functions to call when the keeper no longer reads the updates of a multi-step
+            base, by the number of its capture.
         moves, log_moves: counters of its progress with bases and with the log.
     """
 
@@ -177,9 +184,9 @@ class RemoteKeeper:
         self._abandoned = set[int]()
         # Orders the messages about captures, which two threads send.
         self._capture_lock = threading.Lock()
-        self._log_layouts = LogLayouts(self._send)
-        self._replica_requests = ReplicaRequests(self._changed)
-        self._rebuilding: dict[int, Callable[[bool], None]] = {}
+        self.log_layouts = LogLayouts(self.send)
+        self.replica_requests = ReplicaRequests(self._changed)
+        self.rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
         self.replica_applied = self.replica_bytes = 0
         self.peer_log_step: int | None = None
@@ -218,7 +225,7 @@ class RemoteKeeper:
         self.silence.message_received()  # a keeper that serves no process sends nothing
         self.replica_step = self.peer_log_step = None
         self.replica_applied = self.replica_bytes = 0
-        self._send(
+        self.send(
             {
                 "kind": "serve",
                 "timeline": timeline,
@@ -273,7 +280,7 @@ class RemoteKeeper:
 
     def forget_all(self) -> None:
         """Let the keeper free the memory of earlier training processes."""
-        self._send({"kind": "forget", "number": None})
+        self.send({"kind": "forget", "number": None})
 
     def begin(self, capture: Capture) -> None:
         """Register a capture. The keeper is notified by :meth:`announce`.
@@ -301,14 +308,14 @@ class RemoteKeeper:
             # The keeper holds only the newest layout, and reads it when the capture is announced.
             if capture.layout not in self._layouts:
                 layout = layout_to_wire(capture.plan)
-                self._send({"kind": "layout", "number": capture.layout, "layout": layout})
+                self.send({"kind": "layout", "number": capture.layout, "layout": layout})
                 self._layouts.add(capture.layout)  # after the send, which may fail
-            self._send(begin_to_wire(capture))
+            self.send(begin_to_wire(capture))
 
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
         """Report a complete capture. The keeper makes it durable even if this process dies."""
         self._send_objects(capture.number, objects)
-        self._send({"kind": "captured", "number": capture.number})
+        self.send({"kind": "captured", "number": capture.number})
 
     def assemble(
         self,
@@ -328,18 +335,18 @@ class RemoteKeeper:
         """
         self._send_objects(capture.number, objects)
         # Registered before the messages: the reply may arrive before this call returns.
-        self._rebuilding[capture.number] = on_rebuilt
+        self.rebuilding[capture.number] = on_rebuilt
         # Held until all messages are sent: another thread could give the number of a layout to
         # another one.
-        with self._log_layouts.lock:
-            for message in assembly_to_wire(capture.number, assembly, self._log_layouts.number):
-                self._send(message)
+        with self.log_layouts.lock:
+            for message in assembly_to_wire(capture.number, assembly, self.log_layouts.number):
+                self.send(message)
 
     def _send_objects(self, number: int, objects: Mapping[str, bytes]) -> None:
         for name, data in objects.items():
             for chunk in parts_of(data):
                 message = {"kind": "object", "number": number, "name": name, "part": chunk}
-                self._send(message)
+                self.send(message)
 
     def set_aside(self, capture: Capture) -> None:
         """Keep a complete capture in memory only; :meth:`wait` does not wait for it."""
@@ -358,7 +365,7 @@ class RemoteKeeper:
         # After an interrupt, the next wait() sends it again.
         self._unsent[capture.number] = message
         self.begin(capture)
-        self._send(message)
+        self.send(message)
         self._unsent.pop(capture.number, None)
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None:
@@ -368,7 +375,7 @@ class RemoteKeeper:
             # Under the lock, so the lane's thread announces the capture before this message or not
             # at all.
             self._abandoned.add(capture.number)
-            self._send({"kind": "abandon", "number": capture.number, "error": why})
+            self.send({"kind": "abandon", "number": capture.number, "error": why})
 
     def log(
         self,
@@ -383,13 +390,13 @@ class RemoteKeeper:
         if not inline:
             # Negative: the keeper collects objects of captures and of records in one table.
             self._send_objects(-number, objects)
-        with self._log_layouts.lock:
-            self._send(
+        with self.log_layouts.lock:
+            self.send(
                 {
                     "kind": "log",
                     "number": number,
                     "head": dataclasses.astuple(head),
-                    "layout": self._log_layouts.number(layout),
+                    "layout": self.log_layouts.number(layout),
                     "objects": dict(objects) if inline else None,
                     "offset": offset,
                 }
@@ -403,7 +410,7 @@ class RemoteKeeper:
             samples: samples of the live state.
             exact: True if it must be of the step of ``save``, and not of a later one.
         """
-        number = self._replica_requests.number()
+        number = self.replica_requests.number()
         message = base_request_to_wire(number, save.step, samples, exact=exact)
         try:
             with self._changed:
@@ -411,30 +418,30 @@ class RemoteKeeper:
                     self.lost_steps.add(save.step)
                     fail(save.durable, self.lost)
                     return
-                self._replica_requests.add(number, save, exact=exact)
-            self._send(message)
+                self.replica_requests.add(number, save, exact=exact)
+            self.send(message)
         except BaseException:  # an interrupt: the keeper may not have received the request
-            self._replica_requests.refused(
+            self.replica_requests.refused(
                 [number], KeeperError("the request was interrupted"), None
             )
             raise
 
     def drop_replica(self) -> None:
         """Let the keeper drop its replica."""
-        self._send({"kind": "no_replica"})
-        self._replica_requests.lose(KeeperError("the replica was dropped"))
+        self.send({"kind": "no_replica"})
+        self.replica_requests.lose(KeeperError("the replica was dropped"))
 
     def forget_log(self, upto: int) -> None:
         """Announce that the memory of records up to this number will be overwritten."""
-        self._send({"kind": "forget_log", "upto": upto})
+        self.send({"kind": "forget_log", "upto": upto})
 
     def log_to_disk(self, on: bool) -> None:
         """Start or stop writing the log to disk, from the next step on."""
-        self._send({"kind": "log_to_disk", "on": on})
+        self.send({"kind": "log_to_disk", "on": on})
 
     def forget(self, capture: Capture) -> None:
         """Announce that the memory of a capture will be overwritten."""
-        self._send({"kind": "forget", "number": capture.number})
+        self.send({"kind": "forget", "number": capture.number})
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None:
         """Wait until every base that was begun is durable or has failed.
@@ -447,7 +454,7 @@ class RemoteKeeper:
         moves = ReplicaProgress(self.silence.clock, self.silence.timeout_s)
         for message in list(self._unsent.values()):
             # Marked as repeated: the keeper may have persisted the capture already.
-            self._send({**message, "again": True})
+            self.send({**message, "again": True})
         self._unsent.clear()
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting.values())
@@ -457,7 +464,7 @@ class RemoteKeeper:
             while True:
                 with self._changed:
                     if self.lost is not None or not (
-                        self._waiting or self._replica_requests.pending
+                        self._waiting or self.replica_requests.pending
                     ):
                         break
                     self._changed.wait(patience.poll_s)
@@ -466,7 +473,7 @@ class RemoteKeeper:
                     seen = self.written_bytes
                 self._channel.check()
                 self.silence.check()
-                if steps := self._replica_requests.steps:
+                if steps := self.replica_requests.steps:
                     moves.check(
                         self.moves,
                         self.log_moves,
@@ -477,9 +484,7 @@ class RemoteKeeper:
                 if self._hung:  # reported already; the wait would never end
                     raise storage_hang_error(len(self._waiting))
                 with self._changed:
-                    left = (
-                        0 if self.lost else len(self._waiting) + len(self._replica_requests.steps)
-                    )
+                    left = 0 if self.lost else len(self._waiting) + len(self.replica_requests.steps)
                 if patience.is_over(left):
                     break
         self._channel.check()
@@ -501,14 +506,21 @@ class RemoteKeeper:
         """
         # Before the message: the end of the connection is expected from now on, and is no loss.
         self._closing = True
-        self._send({"kind": "bye", "stay": stay or (self._recalled and not self._timeline)})
+        self.send({"kind": "bye", "stay": stay or (self._recalled and not self._timeline)})
         self._reader.join(_ENDS_S)
         # Wakes a reader that is still waiting because the keeper has not closed its side in time.
-        self._connection.close()
-        self._reader.join(_READER_ENDS_S)
+        self.disconnect()
         self._lose(None)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def disconnect(self, timeout_s: float = _READER_ENDS_S) -> None:
+        """Close the connection without a message, and wait for the thread that reads it.
+
+        Unless this is part of :meth:`close`, the keeper is lost then.
+        """
+        self._connection.close()
+        self._reader.join(timeout_s)
+
+    def send(self, message: dict[str, Any]) -> None:
         """Send a message. A lost keeper is no error here: the reader thread reports it."""
         if self.lost is not None:
             return
@@ -521,7 +533,7 @@ class RemoteKeeper:
         self, message: dict[str, Any], reply: str, timeout_s: float
     ) -> tuple[dict[str, Any], list[int]]:
         self._replies.forget(reply)
-        self._send(message)
+        self.send(message)
         return self._replies.wait(self, message["kind"], reply, timeout_s)
 
     def _read(self) -> None:
@@ -535,14 +547,15 @@ class RemoteKeeper:
                 if received is None:
                     break
                 self.silence.message_received()
-                self._on_message(*received)
+                self.handle(*received)
         except Exception as found:
             error = found
         if not self._closing:
             self._lose(keeper_lost_error(self.pid, error))
         self._connection.close()
 
-    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+    def handle(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Handle a message of the keeper; called in the thread that reads them."""
         kind = message["kind"]
         # Statistics of another timeline belong to a session that has ended.
         if message.get("timeline") == self._timeline:
@@ -584,16 +597,16 @@ class RemoteKeeper:
                 ended = self._waiting.pop(message["number"], None)
                 self._changed.notify_all()
             if ended is not None:
-                self._replica_requests.retained(ended.step)
+                self.replica_requests.retained(ended.step)
         elif kind == "persisted":
-            self._replica_requests.persisted(
+            self.replica_requests.persisted(
                 message["numbers"], message["step"], message["size_bytes"]
             )
         elif kind == "retained":
-            self._replica_requests.retained(message["step"])
+            self.replica_requests.retained(message["step"])
         elif kind == "asks_refused":
             error = error_from_wire(message["error"])
-            self._replica_requests.refused(message["numbers"], error, message["step"])
+            self.replica_requests.refused(message["numbers"], error, message["step"])
 
     def _on_event(self, kind: str, message: dict[str, Any]) -> None:
         """Handle an event of the log, the peers or the replica."""
@@ -609,7 +622,7 @@ class RemoteKeeper:
             if message["step"] is not None:
                 self.peer_log_step = message["step"]
         elif kind == "rebuilt":
-            on_rebuilt = self._rebuilding.pop(message["number"], None)
+            on_rebuilt = self.rebuilding.pop(message["number"], None)
             if on_rebuilt is not None:
                 on_rebuilt(message["whole"])
 
@@ -640,7 +653,7 @@ class RemoteKeeper:
                 return
             captures = list(self._writing.values())
             self.lost_steps.update(
-                (capture.step for capture in captures), self._replica_requests.steps
+                (capture.step for capture in captures), self.replica_requests.steps
             )
             # Before the dicts are cleared: a waiter that finds them empty reads ``lost``.
             self.lost = error or KeeperError("this keeper was released")
@@ -648,7 +661,7 @@ class RemoteKeeper:
             self._waiting.clear()
             self._changed.notify_all()
         # Without the lock: callbacks of futures and on_end() take other locks.
-        self._replica_requests.lose(self.lost)
+        self.replica_requests.lose(self.lost)
         self._log_on_disk(0)  # wake callers that wait for the log; they read ``lost``
         for capture in captures:
             fail(capture.save.durable, self.lost)

@@ -126,6 +126,9 @@ class Replies:
 
     Args:
         changed: condition that guards the replies, and is notified when one arrives.
+
+    Attributes:
+        chunks: number of messages with bytes that have arrived.
     """
 
     def __init__(self, changed: threading.Condition, clock: Clock) -> None:
@@ -133,11 +136,11 @@ class Replies:
         self._clock = clock
         self._found: dict[str, tuple[dict[str, Any], list[int]]] = {}
         self._blobs: dict[int, bytearray] = {}
-        self._chunks = 0
+        self.chunks = 0
 
     def add_blob(self, message: dict[str, Any]) -> None:
         """Add bytes that belong to the next reply."""
-        self._chunks += 1
+        self.chunks += 1
         self._blobs.setdefault(message["number"], bytearray()).extend(message["part"])
 
     def arrived(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -176,7 +179,7 @@ class Replies:
         """
         # Any progress extends the wait: the keeper may write large bases before it replies.
         still = StallTimer(timeout_s, self._clock.running_s)
-        while not still.is_over((keeper.moves, keeper.log_moves, self._chunks)):
+        while not still.is_over((keeper.moves, keeper.log_moves, self.chunks)):
             with self._changed:
                 self._changed.wait_for(
                     lambda: kind in self._found or keeper.lost is not None,

@@ -92,7 +92,7 @@ class KeeperTerms:
                 "tiers= needs a separate keeper process, which makes the copies",
                 hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
             )
-        self._tiers = [dataclasses.asdict(tier.of_rank(self.ranks.world)) for tier in tiers]
+        self._tiers = [dataclasses.asdict(tier) for tier in tiers]
 
     def send_to_peer(
         self, bound_bytes: int, peers: PeerOptions, log_bytes: int | None = None

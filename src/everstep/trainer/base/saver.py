@@ -58,6 +58,7 @@ class Saver(Participant):
         participants: all participants; their gates hold updates back, too.
 
     Attributes:
+        layouts: layouts of bases.
         saves: number of bases requested.
         stall_s: time the training thread was blocked, in seconds, by cause.
         last_save_s: time of the last request, on the monotonic clock.
@@ -70,22 +71,15 @@ class Saver(Participant):
     def __init__(self, context: TrainingContext, participants: Sequence[Participant]) -> None:
         options = context.options
         self._context = context
-        self._options = options
-        self._state = context.state
-        self._lane = context.lane
-        self._clock = context.clock
         self._service: Service | None = None
         self._pool: CapturePool | None = None
         self._last: Save | None = None
         self._warm = self._copies_at_mark = self.restored_from_memory = False
-        self._prepared: PreparedBase | None = None
-        self._layouts = self._captures = 0
-        self._pending: list[PendingCapture] = []
-        self._lock = threading.Lock()
+        self.layouts = BaseLayouts(gates=self._gates, static_apart=not options.is_multistep)
         self._pid = os.getpid()
-        self._gates = options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
-        self._streams = options.method.base in ("lazy", "multistep")
         self._participants = participants
+        self._captures = 0
+        self._pending: list[PendingCapture] = []
         self.saves = 0
         causes = "capture", "gate", "back_pressure", "persist", "keeper"
         self.stall_s = dict.fromkeys(causes, 0.0)
@@ -99,15 +93,15 @@ class Saver(Participant):
         self._service = self._last = None
         pool = service.pool
         if pool is not self._pool:
-            self._prepared = None  # this pool's keeper has received no layout yet
+            self.layouts.current = None  # this pool's keeper has received no layout yet
             self._warm = False
             before = self._pool
             self._pool = pool
             if before is not None:
                 # Unpin now, or the old arena stays pinned until the new one is. Close it on the
                 # lane, after copies into it that are still queued.
-                self._lane.leave()
-                self._lane.run(lambda: before.close(later=True))
+                self._context.lane.leave()
+                self._context.lane.run(lambda: before.close(later=True))
         self._service = service
 
     def restored(self, restored: RestoredState) -> None:
@@ -135,12 +129,12 @@ class Saver(Participant):
             return
         self._warm = True
         pool = self._pool
-        survey = survey or self._state.survey()
+        survey = survey or self._context.state.survey()
         size_bytes = pool.rounded_bytes(sum(entry.size_bytes for entry in survey.shape.entries))
         size_bytes *= self.copies_in_flight
         beside_bytes = self.copies_in_flight * sum(survey.shape.objects_bytes.values())
         size_bytes = min(size_bytes, max(0, pool.arena.size_bytes - beside_bytes))
-        self._lane.warm(survey.tensors.values(), pool.whole[:size_bytes], pool.warm)
+        self._context.lane.warm(survey.tensors.values(), pool.whole[:size_bytes], pool.warm)
 
     def park(self, identity: ShardIdentity) -> None:
         """Keep a capture of a step without a base in memory, if the method captures every step."""
@@ -151,6 +145,11 @@ class Saver(Participant):
     def figures(self) -> Mapping[str, Any]:
         """Return the number of bases and the time that training was blocked."""
         return {"saves": self.saves, "stall_s": dict(self.stall_s)}
+
+    @property
+    def _gates(self) -> bool:
+        """True if copies go on after the step mark, and updates wait for them."""
+        return self._context.options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
 
     @property
     def _keeper(self) -> Keeper | None:
@@ -182,7 +181,7 @@ class Saver(Participant):
             return last
         save = Save(identity.step, identity.timeline, in_memory=in_memory)
         self.saves += 1
-        self.last_save_s = self._clock.monotonic_s()
+        self.last_save_s = self._context.clock.monotonic_s()
         with failing_save(save, self.post):
             self._take(identity, save, request.survey, show=request.show)
         self._last = save
@@ -196,13 +195,13 @@ class Saver(Participant):
     def stalled(self, cause: str) -> Iterator[None]:
         """Add the time spent inside the context to ``stall_s[cause]``, except time that is added to
         any cause meanwhile."""
-        start_s = self._clock.monotonic_s()
+        start_s = self._context.clock.monotonic_s()
         before_s = sum(self.stall_s.values())
         try:
             yield
         finally:
             added_s = sum(self.stall_s.values()) - before_s
-            self.stall_s[cause] += max(0.0, self._clock.monotonic_s() - start_s - added_s)
+            self.stall_s[cause] += max(0.0, self._context.clock.monotonic_s() - start_s - added_s)
 
     def post(self, error: EverstepError) -> None:
         """Report an error of a base through the background channel.
@@ -221,7 +220,7 @@ class Saver(Participant):
         """Count a base that the keeper's replica will write; return the layout such a base would
         have."""
         self.saves += 1
-        self.last_save_s = self._clock.monotonic_s()
+        self.last_save_s = self._context.clock.monotonic_s()
         return self.prepare_base(survey, identity)
 
     def gate(self, optimizer: str | None) -> None:
@@ -241,24 +240,25 @@ class Saver(Participant):
             participant.gate_update(optimizer)
         if not self._pending:
             return
-        start_s = self._clock.monotonic_s()
-        timeout_s = self._options.progress_timeout_s
+        start_s = self._context.clock.monotonic_s()
+        timeout_s = self._context.options.progress_timeout_s
         # A copy of the list: the lane's thread removes captures meanwhile.
         for pending in list(self._pending):
             # State that moved to another optimizer may have been copied with that one's.
-            known = pending.prepared is self._prepared and self._state.has_known_parameters(
-                optimizer
+            known = (
+                pending.prepared is self.layouts.current
+                and self._context.state.has_known_parameters(optimizer)
             )
             key = optimizer if known else None
             end = pending.prepared.size_bytes if key is None else pending.copies.ends.get(key, 0)
             assert pending.transfer is not None
             # Before the update, which moves the counters itself.
-            self._check_versions(pending, releases=pending.prepared.owned_by(key))
+            pending.check_versions(releases=pending.prepared.owned_by(key))
             if not pending.transfer.gate(end, timeout_s):
                 # Do not block training for ever: the update goes on, the capture is void.
                 late = f"copying the state to host memory took longer than {timeout_s:g} s"
                 self._fail_capture(pending, DeadlineError(late, step=pending.capture.step))
-        self.stall_s["gate"] += self._clock.monotonic_s() - start_s
+        self.stall_s["gate"] += self._context.clock.monotonic_s() - start_s
 
     def check_disk(self, plan: BasePlan, more_bytes: int = 0) -> None:
         """Check that a base, and so many bytes beside it, fit into the disk budget.
@@ -266,8 +266,9 @@ class Saver(Participant):
         Raises:
             OutOfSpaceError: they do not.
         """
-        if self._options.budget.disk_bytes is not None:
-            check_disk_budget(self._options, self._context.run, plan.size_bytes + more_bytes)
+        options = self._context.options
+        if options.budget.disk_bytes is not None:
+            check_disk_budget(options, self._context.run, plan.size_bytes + more_bytes)
 
     def copy_everything_at_mark(self) -> None:
         """Copy everything at the step mark from now on: some code writes to the state without
@@ -285,45 +286,36 @@ class Saver(Participant):
         for participant in self._participants:
             participant.finish_copies()
         self.gate(None)
-        timeout_s = self._options.progress_timeout_s
+        timeout_s = self._context.options.progress_timeout_s
         # The lane runs its jobs in order: after this one, complete captures were announced to the
         # keeper.
-        if not wait_done(self._lane.run(lambda: None), timeout_s):
+        if not wait_done(self._context.lane.run(lambda: None), timeout_s):
             raise DeadlineError(f"copying the state to host memory has hung for {timeout_s:g} s")
 
     def _take(
         self, identity: ShardIdentity, save: Save, survey: Survey | None, *, show: bool
     ) -> None:
-        start_s = self._clock.monotonic_s()
-        behind_mark = survey is None and self._options.logs
-        survey = survey or self._state.survey()
-        exact = identity.exact and self._state.exact  # after the survey, which sets it
-        why = self._state.why_inexact
+        state = self._context.state
+        start_s = self._context.clock.monotonic_s()
+        behind_mark = survey is None and self._context.options.logs
+        survey = survey or state.survey()
+        exact = identity.exact and state.exact  # after the survey, which sets it
+        why = state.why_inexact
         identity = replace(identity, exact=exact, inexact=why)
         prepared = self.prepare_base(survey, identity)
         plan = prepared.plan(identity, behind_mark=behind_mark)
         self.check_disk(plan)
         # An interrupted save must not be returned as the base of this step.
         self._last = None
-        if self._options.method.base == "sync":
+        if self._context.options.method.base == "sync":
             self._persist_now(plan, survey, save, show=show)
             return
-        self.stall_s["capture"] += self._clock.monotonic_s() - start_s
+        self.stall_s["capture"] += self._context.clock.monotonic_s() - start_s
         self._capture(prepared, plan, survey, save)
 
     def prepare_base(self, survey: Survey, identity: ShardIdentity) -> PreparedBase:
         """Return the layout and copies of a base of this state."""
-        if self._prepared is None or self._prepared.shape is not survey.shape:
-            self._layouts += 1
-            self._prepared = prepare_base(
-                survey,
-                identity,
-                number=self._layouts,
-                gates=self._gates,
-                # Bases over several steps copy and rebuild entries in an order of their own.
-                static_apart=not self._options.is_multistep,
-            )
-        return self._prepared
+        return self.layouts.of(survey, identity)
 
     def _persist_now(self, plan: BasePlan, survey: Survey, save: Save, *, show: bool) -> None:
         with self.stalled("persist"):
@@ -355,9 +347,9 @@ class Saver(Participant):
         """
         assert self._keeper is not None
         assert self._pool is not None
-        start_s = self._clock.monotonic_s()
-        timeout_s = self._options.progress_timeout_s
-        if self._options.method.base == "checkfreq":
+        options = self._context.options
+        start_s = self._context.clock.monotonic_s()
+        if options.method.base == "checkfreq":
             # CheckFreq has one base in progress: the previous one must be durable first.
             self._keeper.wait(None, show=False)
         size_bytes = prepared.size_bytes
@@ -365,15 +357,15 @@ class Saver(Participant):
         try:
             room = self._pool.acquire(
                 size_bytes,
-                timeout_s=timeout_s,
+                timeout_s=options.progress_timeout_s,
                 beside_bytes=beside_bytes,
-                in_flight_max=bases_in_flight_max(self._options, size_bytes + beside_bytes),
+                in_flight_max=bases_in_flight_max(options, size_bytes + beside_bytes),
             )
         except (OutOfSpaceError, DeadlineError):
             # The objects may be smaller by now: measure them again for the next attempt.
-            self._lane.run(survey.measure)
+            self._context.lane.run(survey.measure)
             raise
-        self.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
+        self.stall_s["back_pressure"] += self._context.clock.monotonic_s() - start_s
         return room
 
     def fill(
@@ -398,24 +390,13 @@ class Saver(Participant):
         pool = self._pool
         assert keeper is not None
         assert pool is not None
-        timeout_s = self._options.progress_timeout_s
-        begun_s = self._clock.monotonic_s()
-        arena = pool.arena
-        self._captures += 1
+        lane = self._context.lane
+        begun_s = self._context.clock.monotonic_s()
         with pool.releasing(room):
-            capture = Capture(
-                number=self._captures,
-                plan=plan,
-                layout=prepared.number,
-                save=save,
-                offset=room.offset,
-                word=room.word,
-                stream=self._streams and notify is None,
-                incoming=Incoming(lambda: arena.progress(room.word), timeout_s=timeout_s),
-                on_end=lambda ended: self._drop_user(ended, room, keeper, pool),
-            )
             block = pool.block(room)
-            pending = PendingCapture(capture, keeper, pool, prepared, room, survey, copies, notify)
+            shared = SharedBlock(keeper, pool, room)
+            capture = self._new_capture(prepared, plan, save, shared, whole=notify is None)
+            pending = PendingCapture(capture, shared, prepared, survey, copies, notify)
         try:
             # Counters first: the survey has just accessed the tensors, nothing has written since.
             if copies.versions is not None:
@@ -424,21 +405,21 @@ class Saver(Participant):
             # The keeper counts the capture before any copy: close() must wait for it.
             keeper.begin(capture)
             failpoint("capture.before_mark")
-            self._lane.copy_now(prepared.marked_batches(survey.tensors), block)
+            lane.copy_now(prepared.marked_batches(survey.tensors), block)
             if copies.check is not None:
                 pending.sample = copies.check.take()
             # On the lane, which is one queue: captures are announced in the order in which they are
             # taken.
-            self._lane.run(lambda: self._announce_capture(pending))
-            pending.transfer = self._lane.submit(
-                copies.batches, block, lambda end: arena.set_progress(room.word, end)
+            lane.run(lambda: self._announce_capture(pending))
+            pending.transfer = lane.submit(
+                copies.batches, block, lambda end: pool.arena.set_progress(room.word, end)
             )
             # Only now: a gate that finds the capture needs its transfer.
             self._pending.append(pending)
             if self._copies_at_mark:
                 self.gate(None)
             if self._gates:
-                self._lane.run(lambda: self._complete_capture(pending, block))
+                lane.run(lambda: self._complete_capture(pending, block))
             else:  # everything was copied at the mark
                 self._complete_capture(pending, block)
         except BaseException as error:
@@ -448,16 +429,43 @@ class Saver(Participant):
                 raise
             self._fail_capture(pending, error)
             # On the lane, after copies that were begun: until then they write into the block.
-            self._lane.run(lambda: self._end_copies(pending))
+            lane.run(lambda: self._end_copies(pending))
             if not isinstance(error, Exception):
                 raise
-        self.stall_s["capture"] += self._clock.monotonic_s() - begun_s
+        self.stall_s["capture"] += self._context.clock.monotonic_s() - begun_s
+
+    def _new_capture(
+        self,
+        prepared: PreparedBase,
+        plan: BasePlan,
+        save: Save,
+        shared: SharedBlock,
+        *,
+        whole: bool,
+    ) -> Capture:
+        options = self._context.options
+        room = shared.room
+        arena = shared.pool.arena
+        self._captures += 1
+        return Capture(
+            number=self._captures,
+            plan=plan,
+            layout=prepared.number,
+            save=save,
+            offset=room.offset,
+            word=room.word,
+            stream=whole and options.method.base in ("lazy", "multistep"),
+            incoming=Incoming(
+                lambda: arena.progress(room.word), timeout_s=options.progress_timeout_s
+            ),
+            on_end=shared.drop_user,
+        )
 
     def _announce_capture(self, pending: PendingCapture) -> None:
         """Announce the capture to the keeper, in the lane's thread, before the first copy makes
         progress."""
         try:
-            pending.keeper.announce(pending.capture)
+            pending.shared.keeper.announce(pending.capture)
         except BaseException as error:
             self._fail_capture(pending, error)
             if not isinstance(error, Exception):
@@ -471,23 +479,23 @@ class Saver(Participant):
         claimed = notified = False
         try:
             assert pending.transfer is not None
-            if not pending.transfer.wait(self._options.progress_timeout_s):
+            if not pending.transfer.wait(self._context.options.progress_timeout_s):
                 raise DeadlineError("copying the state to host memory has hung", step=capture.step)
             failpoint("capture.before_captured")
             objects = pending.objects()
             check = pending.copies.check
             if check is not None and pending.sample is not None:
-                torn = self._check_versions(pending) or check.differing(pending.sample, block)
+                torn = pending.check_versions() or check.differing(pending.sample, block)
                 if torn is not None:
                     raise changed_during_copy_error(torn, capture.step)
-            claimed = self._claim_outcome(pending)
+            claimed = pending.claim_outcome()
             if not claimed:
                 return  # the gate has failed it meanwhile
-            (pending.notify or pending.keeper.captured)(capture, objects)
+            (pending.notify or pending.shared.keeper.captured)(capture, objects)
             notified = True
             if pending.notify is None:
                 # Older bases kept in the arena are superseded: this one also survives a crash.
-                pending.pool.drop_kept()
+                pending.shared.pool.drop_kept()
             failpoint("capture.after_captured")
             complete(capture.save.staged, None)
         except BaseException as error:
@@ -500,33 +508,10 @@ class Saver(Participant):
         finally:
             self._end_copies(pending)
 
-    def _check_versions(
-        self, pending: PendingCapture, releases: frozenset[str] = frozenset()
-    ) -> str | None:
-        """Compare version counters: after all copies, or before an update.
-
-        Args:
-            releases: names of the entries that the next update may change; later changes of these
-                are expected.
-
-        Returns:
-            Name of an entry that was written by anything but a released update; None if there is
-            none.
-        """
-        with self._lock:
-            if not pending.checked and pending.versions is not None and pending.overwritten is None:
-                pending.overwritten = pending.versions.moved(
-                    pending.versions_at_mark, pending.released
-                )
-            pending.released |= releases
-            # Once an update of every entry was allowed, a moved counter proves nothing.
-            pending.checked = len(pending.released) == len(pending.prepared.gated)
-        return pending.overwritten
-
     def _fail_capture(self, pending: PendingCapture, error: BaseException) -> None:
         """Fail a capture after an error or an interrupt. None of its bytes may become durable,
         unless the keeper was already notified that it is complete."""
-        if not self._claim_outcome(pending):
+        if not pending.claim_outcome():
             return
         save = pending.capture.save
         if isinstance(error, Exception):
@@ -534,21 +519,14 @@ class Saver(Participant):
             handled = isinstance(ours, AuditError) and any(
                 participant.handles_torn_base(ours) for participant in self._participants
             )
-            pending.keeper.abandon(pending.capture, None if handled else ours)
+            pending.shared.keeper.abandon(pending.capture, None if handled else ours)
             fail(save.staged, ours)
             fail(save.durable, ours)
         else:
-            pending.keeper.abandon(pending.capture, None)
+            pending.shared.keeper.abandon(pending.capture, None)
             save.staged.cancel()
             save.durable.cancel()
         self._remove_pending(pending)
-
-    def _claim_outcome(self, pending: PendingCapture) -> bool:
-        """Return True for the first caller that decides the outcome of a capture."""
-        with self._lock:
-            first = not pending.outcome_claimed
-            pending.outcome_claimed = True
-        return first
 
     def _remove_pending(self, pending: PendingCapture) -> None:
         with contextlib.suppress(ValueError):
@@ -556,16 +534,57 @@ class Saver(Participant):
 
     def _end_copies(self, pending: PendingCapture) -> None:
         """Release a capture's memory for the training process: no copy writes into it any more."""
-        with self._lock:
-            first = not pending.copies_ended
-            pending.copies_ended = True
-        if first:
+        if pending.claim_end():
             self._remove_pending(pending)
-            self._drop_user(pending.capture, pending.room, pending.keeper, pending.pool)
+            pending.shared.drop_user(pending.capture)
 
-    def _drop_user(self, capture: Capture, room: Block, keeper: Keeper, pool: CapturePool) -> None:
-        """Drop one of the two users of a capture's block; the last one returns the block to the
-        pool.
+
+class BaseLayouts:
+    """Layouts of bases, each prepared once and numbered.
+
+    Args:
+        gates: see :func:`.prepare_base`.
+        static_apart: see :func:`.prepare_base`.
+
+    Attributes:
+        current: layout of the last base; None if the keeper in service knows none.
+    """
+
+    def __init__(self, *, gates: bool, static_apart: bool) -> None:
+        self._gates = gates
+        self._static_apart = static_apart
+        self._number = 0
+        self.current: PreparedBase | None = None
+
+    def of(self, survey: Survey, identity: ShardIdentity) -> PreparedBase:
+        """Return the layout of a base of this state."""
+        if self.current is None or self.current.shape is not survey.shape:
+            self._number += 1
+            self.current = prepare_base(
+                survey,
+                identity,
+                number=self._number,
+                gates=self._gates,
+                # Bases over several steps copy and rebuild entries in an order of their own.
+                static_apart=self._static_apart,
+            )
+        return self.current
+
+
+@dataclass(eq=False, slots=True)
+class SharedBlock:
+    """Block of the arena that copies fill and the keeper reads.
+
+    Not part of :class:`PendingCapture`, whose survey must not live as long as a capture that the
+    keeper holds."""
+
+    keeper: Keeper
+    pool: CapturePool
+    room: Block
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def drop_user(self, capture: Capture) -> None:
+        """Drop one of the two users; the last one returns the block to the pool.
 
         Called once when no copy writes into the block any more, and once when the keeper no longer
         reads it."""
@@ -573,13 +592,14 @@ class Saver(Participant):
             capture.users -= 1
             if capture.users:
                 return
+        keeper = self.keeper
         if capture.durable and keeper.pid is not None:
-            pool.keep(room, lambda: keeper.forget(capture))
+            self.pool.keep(self.room, lambda: keeper.forget(capture))
             return
         # Before the block is reused: the next capture writes into it before the keeper processes
         # any message about it.
         keeper.forget(capture)
-        pool.release(room)
+        self.pool.release(self.room)
 
 
 @dataclass(eq=False, slots=True)
@@ -588,7 +608,7 @@ class PendingCapture:
 
     Attributes:
         capture: the capture as the keeper sees it.
-        pool: pool of the block ``room``.
+        shared: the block that the copies fill.
         prepared: layout of the base.
         notify: notification that it is complete; None for that of a complete base.
         transfer: the copies, once submitted.
@@ -602,10 +622,8 @@ class PendingCapture:
     """
 
     capture: Capture
-    keeper: Keeper
-    pool: CapturePool
+    shared: SharedBlock
     prepared: PreparedBase
-    room: Block
     survey: Survey
     copies: PlannedCopies
     notify: NotifyKeeper | None = None
@@ -618,9 +636,43 @@ class PendingCapture:
     overwritten: str | None = None
     outcome_claimed: bool = False
     copies_ended: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def objects(self) -> dict[str, bytes]:
         """Return the encoded objects, and charge their size to the arena."""
         objects = self.survey.objects()
-        self.pool.charge(self.room, sum(map(len, objects.values())))
+        self.shared.pool.charge(self.shared.room, sum(map(len, objects.values())))
         return objects
+
+    def check_versions(self, releases: frozenset[str] = frozenset()) -> str | None:
+        """Compare version counters: after all copies, or before an update.
+
+        Args:
+            releases: names of the entries that the next update may change; later changes of these
+                are expected.
+
+        Returns:
+            Name of an entry that was written by anything but a released update; None if there is
+            none.
+        """
+        with self._lock:
+            if not self.checked and self.versions is not None and self.overwritten is None:
+                self.overwritten = self.versions.moved(self.versions_at_mark, self.released)
+            self.released |= releases
+            # Once an update of every entry was allowed, a moved counter proves nothing.
+            self.checked = len(self.released) == len(self.prepared.gated)
+        return self.overwritten
+
+    def claim_outcome(self) -> bool:
+        """Return True for the first caller that decides the outcome."""
+        with self._lock:
+            first = not self.outcome_claimed
+            self.outcome_claimed = True
+        return first
+
+    def claim_end(self) -> bool:
+        """Return True for the first caller after the last copy."""
+        with self._lock:
+            first = not self.copies_ended
+            self.copies_ended = True
+        return first

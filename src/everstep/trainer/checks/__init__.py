@@ -15,20 +15,14 @@ from everstep.trainer.checks.keeper_replay import (
     why_inexact,
 )
 from everstep.trainer.checks.training_loop import (
-    PendingGradients,
-    PendingScalers,
-    UntrackedOptimizers,
-    UntrackedSchedulers,
+    LoopChecks,
     residual_bytes,
     warn_of_unsaved_residuals,
 )
 
 __all__ = [
     "FirstBatches",
-    "PendingGradients",
-    "PendingScalers",
-    "UntrackedOptimizers",
-    "UntrackedSchedulers",
+    "LoopChecks",
     "require_replayable",
     "require_replicable",
     "residual_bytes",

@@ -741,3 +741,51 @@ class PendingScalers:
                     )
                 )
                 return
+
+
+class LoopChecks:
+    """Checks of the training loop at its updates and step marks.
+
+    Args:
+        state: state that is trained.
+        updates: counts updates, and holds the handles of all hooks.
+        gate: called before a tensor of the state is updated (I1).
+        lost: called with the reason when the log cannot continue; None without a log.
+        tell: called with warnings.
+
+    Attributes:
+        optimizers: check of optimizers that are not part of the state.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        updates: UpdateHooks,
+        gate: Callable[[str | None], None],
+        lost: Callable[[str], None] | None,
+        tell: Callable[[StateError], None],
+    ) -> None:
+        self._gradients = PendingGradients(state, updates, tell)
+        self._scalers = PendingScalers(state.values, tell)
+        self.optimizers = UntrackedOptimizers(state, updates, gate, lost, tell)
+        self._schedulers = UntrackedSchedulers(state, lost, tell)
+
+    def watch(self) -> None:
+        """Look at each step of each optimizer from now on."""
+        self.optimizers.watch()
+
+    def started(self) -> None:
+        """Begin after a start; earlier updates do not matter."""
+        self.optimizers.started()
+        self._schedulers.started()
+
+    def step_ended(self, step: int, *, updated: bool) -> None:
+        """Check that the step is complete: gradients consumed, scaler updated.
+
+        Args:
+            updated: the step has updated the state.
+        """
+        if not updated:
+            self._gradients.marked(step)
+        self._scalers.marked(step)
+        self._schedulers.marked()

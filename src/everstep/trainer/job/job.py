@@ -32,9 +32,8 @@ from everstep.restore.start import (
     ResumeRequest,
     doubted,
     needs_on_disk,
-    recovery_report,
     resume_all_ranks,
-    with_ranks,
+    with_causes,
 )
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
@@ -172,7 +171,7 @@ class Job:
         with contextlib.ExitStack() as opened:
             # Until the exchange, the other ranks wait for this rank's message, whatever it says.
             with self.reporting_failure():
-                mailbox = self._open_mailbox()
+                mailbox = self.open_mailbox()
                 opened.callback(mailbox.close)
                 mine = self._message(request, keeper, purpose, mailbox)
                 node = run.node_start(request.run, rank, request.seams.clock, self._timeout_s)
@@ -209,16 +208,21 @@ class Job:
             )
             # After this exchange every rank knows the result. Until then the mailbox stays open,
             # because rank 0 may still wait for an answer.
-            resumed = self._report(request.state, resumed)
+            resumed, from_disk = self._report(request.state, resumed)
             if run.copies is not None:
                 run.copies.forget()
         self.resumed_durable = choice.durable or choice.base is None
         keepers = tuple(_address(message["keeper"]) for message in found)
-        self.job_session = self._session_of(session, choice, resumed, keepers)
+        self.job_session = self._session_of(session, choice, keepers, from_disk=from_disk)
         return resumed
 
     def _session_of(
-        self, name: str, choice: Choice, resumed: Resumed, keepers: tuple[tuple[str, int], ...]
+        self,
+        name: str,
+        choice: Choice,
+        keepers: tuple[tuple[str, int], ...],
+        *,
+        from_disk: bool,
     ) -> JobSession:
         """Return this rank's place in a start.
 
@@ -228,8 +232,8 @@ class Job:
         Args:
             name: name of the start.
             choice: base that the ranks have chosen.
-            resumed: restored state of this rank.
             keepers: addresses of the keepers' mailboxes, by rank.
+            from_disk: every rank has read its share of the base from its disk.
         """
         on_disks = choice.durable and choice.base not in choice.elsewhere
         return JobSession(
@@ -241,7 +245,7 @@ class Job:
             None if on_disks else choice.base,
             tuple(sorted({*choice.unreadable, *choice.elsewhere})),
             nodes=self.info.nodes,
-            unread=any(read.source != "disk" for read in resumed.reads),
+            unread=not from_disk,
         )
 
     def _message(
@@ -282,20 +286,27 @@ class Job:
 
         return fetch
 
-    def _report(self, state: State, resumed: Resumed) -> Resumed:
-        """Exchange reports of the data read, and complete the state that ranks restore together."""
-        mine = recovery_report(resumed)
-        mine["buckets"] = [] if resumed.base is None else state.buckets.rehearsals()
-        reports = self.exchange("tell what was read", mine)
-        resumed = with_ranks(resumed, reports)
-        if resumed.base is not None:
-            self._collectively(state.sync_zero_parameters, "hand each other what they replayed")
-            rebuild = partial(state.buckets.rebuild, [report["buckets"] for report in reports])
-            notes = self._collectively(rebuild, "rehearse a backward of DDP")
-            resumed = doubted(resumed, notes)
-        return resumed
+    def _report(self, state: State, resumed: Resumed) -> tuple[Resumed, bool]:
+        """Exchange reports of the restored states, and complete what ranks restore together.
 
-    def _collectively(self, do: Callable[[], _T], purpose: str) -> _T:
+        Returns:
+            The restored state, and True if every rank has read its share of the base from its disk.
+        """
+        mine = {
+            "source": resumed.source,
+            "exact": resumed.own_exact,
+            "buckets": [] if resumed.base is None else state.buckets.rehearsals(),
+        }
+        reports = self.exchange("tell what was restored", mine)
+        resumed = with_causes(resumed, [report["exact"] for report in reports])
+        if resumed.base is not None:
+            self.collectively(state.sync_zero_parameters, "hand each other what they replayed")
+            rebuild = partial(state.buckets.rebuild, [report["buckets"] for report in reports])
+            notes = self.collectively(rebuild, "rehearse a backward of DDP")
+            resumed = doubted(resumed, notes)
+        return resumed, all(report["source"] == "disk" for report in reports)
+
+    def collectively(self, do: Callable[[], _T], purpose: str) -> _T:
         """Call a function that uses torch's collectives on all ranks.
 
         Raises:
@@ -310,7 +321,12 @@ class Job:
                 hint="see the output of the other ranks",
             ) from error
 
-    def _open_mailbox(self) -> TcpMailbox:
+    def open_mailbox(self) -> TcpMailbox:
+        """Open the mailbox of this rank for the start.
+
+        Raises:
+            KeeperError: It cannot be opened.
+        """
         host = self._group.host
         try:
             return TcpMailbox(host)

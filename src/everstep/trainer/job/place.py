@@ -77,7 +77,7 @@ class RunPlace:
         named, peers = split_peers(tiers, options.method.tiers)
         places = validate_tiers(named, options.keep, peers, logs=options.logs)
         job = join_job(seams, options.progress_timeout_s)
-        refuse_unsupported(ONE_RANK if job is None else job.info, options, places)
+        refuse_unsupported(options)
         if job is None:
             refuse_peer_without_ranks(peers)
 
@@ -140,8 +140,6 @@ def resume_as_job_of_one(request: ResumeRequest, run_id: str) -> tuple[Resumed, 
             log=log,
         )
     copies.forget()
-    # What each rank has read, and from where, is reported for jobs of several ranks only.
-    resumed = replace(resumed, reads=())
     return resumed, choice.base is not None and not choice.durable
 
 
@@ -215,8 +213,8 @@ _LINK_OPTIONS: dict[str, Any] = {"parts": "auto", "held_steps": 1, "chunk_bytes"
 _LOG_OPTIONS = ("to", "history", "watch", "lag_steps")
 
 
-def refuse_unsupported(info: RankInfo, options: Options, tiers: Sequence[TierOptions]) -> None:
-    """Refuse options that this machine or a job of several ranks cannot support.
+def refuse_unsupported(options: Options) -> None:
+    """Refuse options that this machine cannot support.
 
     Raises:
         OptionError: Naming the option.
@@ -227,15 +225,6 @@ def refuse_unsupported(info: RankInfo, options: Options, tiers: Sequence[TierOpt
             f"KeeperOptions.cores={cores!r}: this machine has only the cores 0 to "
             f"{configured_cores() - 1}",
             hint="cores=None uses the cores of the training process",
-        )
-    if info.world == 1:
-        return
-    if any((tier.objects_per_hour or info.world) < info.world for tier in tiers):
-        raise OptionError(
-            f"this job has {info.world} ranks, which share TierOptions.objects_per_hour: it is "
-            "less than one for each rank",
-            rank=info.rank,
-            hint=f"TierOptions(objects_per_hour={info.world}) or more",
         )
 
 

@@ -24,6 +24,36 @@ from everstep.seams.filesystem import StallTimer
 from everstep.seams.processes import Condition, wait_done
 
 
+class _ReachableStep:
+    """Newest step that a base and the log on disk lead to.
+
+    Attributes:
+        first_base: base that the log on disk starts from.
+        unwritten_marks: number and step of each mark that is not on disk yet.
+    """
+
+    def __init__(self) -> None:
+        self.first_base: Save | None = None
+        self.unwritten_marks: deque[tuple[int, int]] = deque()
+        self._step: int | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step; None if it is unknown, or its base is not durable."""
+        return self._step if self.first_base is None or self.first_base.is_durable else None
+
+    def start_from(self, base: Save | None) -> None:
+        """Continue from a base, before which the log leads nowhere; None: one that is on disk."""
+        self._step = None
+        self.first_base = base
+        self.unwritten_marks.clear()
+
+    def written(self, number: int) -> None:
+        """Note that records up to ``number`` are on disk."""
+        while self.unwritten_marks and self.unwritten_marks[0][0] <= number:
+            _, self._step = self.unwritten_marks.popleft()
+
+
 class DiskLog:
     """Log that the keeper writes to disk while training goes on.
 
@@ -43,11 +73,7 @@ class DiskLog:
         self._reached = 0
         self._marks: deque[int] = deque()  # numbers of the newest, at most lag_steps
         self._written = 0  # number of the newest record on disk
-        self._unwritten_marks: deque[tuple[int, int]] = (
-            deque()
-        )  # (number, step) of marks not on disk yet
-        self._step: int | None = None
-        self._first_base: Save | None = None  # that the log on disk starts from
+        self._reachable = _ReachableStep()
         self._pending_bases: deque[Save] = (
             deque()
         )  # that the log starts from, perhaps not durable yet
@@ -63,7 +89,7 @@ class DiskLog:
             self._written = 0
             self._failed = False
             self._marks.clear()
-        self._unwritten_marks.clear()
+        self._reachable.unwritten_marks.clear()
         self._pending_bases.clear()
         if keeper is not None and self._wanted and not self.on:
             # A new keeper begins with a log on disk; this one continues a log in memory.
@@ -93,7 +119,7 @@ class DiskLog:
         """Return the newest step that a durable base and the log on disk lead to; None if
         unknown."""
         self._update_step()
-        return self._step if self._first_base is None or self._first_base.is_durable else None
+        return self._reachable.step
 
     def restored(self, *, on_disk: bool) -> None:
         """Continue from a restored state.
@@ -101,14 +127,11 @@ class DiskLog:
         Args:
             on_disk: the base it was restored from is on disk.
         """
-        self._step = None
-        self._first_base = None if on_disk else Save(0, 0)
-        self._unwritten_marks.clear()
+        self._reachable.start_from(None if on_disk else Save(0, 0))
 
     def _update_step(self) -> None:
         with self._changed:  # stats() may run in another thread
-            while self._unwritten_marks and self._unwritten_marks[0][0] <= self._written:
-                _, self._step = self._unwritten_marks.popleft()
+            self._reachable.written(self._written)
 
     def marked(self, number: int, step: int) -> None:
         """Note a step mark; block until the log on disk lags by at most ``lag_steps``.
@@ -128,7 +151,7 @@ class DiskLog:
         if not self.on:
             return
         self._update_step()
-        self._unwritten_marks.append((number, step))
+        self._reachable.unwritten_marks.append((number, step))
         if self._lag is None:
             return
         self._marks.append(number)
@@ -233,11 +256,9 @@ class DiskLog:
                 self._failed = False
             self._keeper.log_to_disk(True)
         if not leads:
-            self._step = None
-            self._first_base = save
-            self._unwritten_marks.clear()
-        elif self._first_base is not None and not self._first_base.is_durable:
-            self._first_base = save
+            self._reachable.start_from(save)
+        elif self._reachable.first_base is not None and not self._reachable.first_base.is_durable:
+            self._reachable.first_base = save
         # Records before it end in a hole or never reached the disk: only this base can serve.
         if not leads and self.on and self._lag is not None:
             self._pending_bases.append(save)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,6 +111,66 @@ class WatchedTensors:
         return None if found in ignored else found
 
 
+@dataclass(slots=True)
+class _Sampling:
+    """Choice of the steps in which elements are compared, not only counters.
+
+    Attributes:
+        step: step in progress.
+        first_until: last of the first steps of the timeline.
+        suspicious: True after a finding.
+    """
+
+    step: int = 0
+    first_until: int = 0
+    suspicious: bool = False
+
+    @property
+    def sampled_step(self) -> int | None:
+        """Return the step in progress if its elements are compared, else None."""
+        step = self.step
+        sampled = self.suspicious or step <= self.first_until or step % SAMPLE_EVERY_STEPS == 0
+        return step if sampled else None
+
+
+class _MarkSamples:
+    """Samples of replayed tensors in step marks."""
+
+    def __init__(self) -> None:
+        self._spots = MarkSampler({})
+        self._which = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._last: tuple[int, Mapping[str, torch.Tensor]] | None = None  # step and samples
+
+    def choose(self, replayed: Mapping[str, torch.Tensor]) -> None:
+        """Sample these tensors from now on."""
+        self._spots = MarkSampler(replayed)
+
+    def describe(self, entries: Iterable[str]) -> None:
+        """Compute the bits that tell which of all entries are sampled."""
+        self._which = sampled_bits(self._spots, sorted(entries))
+
+    def take(self, step: int) -> dict[str, torch.Tensor]:
+        """Return the samples of a mark, and remember them."""
+        samples = mark_entries(self._spots, self._which, step)
+        self._last = step, samples
+        return samples
+
+    def forget(self) -> None:
+        """Forget the last mark's: the step in progress may not be recorded."""
+        self._last = None
+
+    @property
+    def unchanged(self) -> bool:
+        """Return True if the elements are those of the last mark; or it was not recorded."""
+        if self._last is None:
+            return True
+        step, then = self._last
+        if not self._spots.intact:
+            return False
+        now = mark_entries(self._spots, self._which, step)
+        return all(torch.equal(now[name], then[name]) for name in then)
+
+
 class UntrackedWrites:
     """Watch the optimizer-owned tensors of a state between updates.
 
@@ -142,17 +203,10 @@ class UntrackedWrites:
         self._watched: dict[str, WatchedTensors] = {}
         self._read: WatchedTensors | None = None  # read by updates, and logged completely
         self._writes_of_pattern: Mapping[str, Collection[str]] = {}  # names in _read, by pattern
-        self._tensors: Mapping[str, torch.Tensor] | None = None
-        self._shape: Shape | None = None
-        self._names: Mapping[str, tuple[str, ...]] = {}
-        self._spots = MarkSampler({})
-        self._which = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._sampled: tuple[int, Mapping[str, torch.Tensor]] | None = (
-            None  # step and samples of the last mark
-        )
-        self._step = 0  # under way
-        self._sampled_until_step = 0
-        self._suspicious = False
+        # Of the survey whose tensors are watched.
+        self._followed: tuple[Shape, Mapping[str, torch.Tensor]] | None = None
+        self._samples = _MarkSamples()
+        self._sampling = _Sampling()
         self._suspects: set[str] = set()
 
     def start(self, survey: Survey | None, step: int) -> None:
@@ -163,12 +217,12 @@ class UntrackedWrites:
             step: step that has just ended.
         """
         self._watched = {}
-        self._tensors = None
+        self._followed = None
         self._torn_reason = None
-        self._sampled = None
+        self._samples.forget()
         self._read = None
-        self._step = step + 1
-        self._sampled_until_step = step + SAMPLED_FIRST_STEPS
+        self._sampling.step = step + 1
+        self._sampling.first_until = step + SAMPLED_FIRST_STEPS
         if survey is not None:
             self._follow(survey)
             self.accept()
@@ -177,11 +231,11 @@ class UntrackedWrites:
         """Accept all writes so far: a base or a record holds them."""
         for watched in (*self._watched.values(), self._read):
             if watched is not None:
-                watched.settle(self._sampled_step)
+                watched.settle(self._sampling.sampled_step)
 
     def before(self, key: str, step: int) -> str | None:
         """Return why the log cannot continue with the next update of an optimizer, or None."""
-        self._step = step
+        self._sampling.step = step
         if torch.compiler.is_compiling():  # the copy of the inputs refuses that
             return None
         some = (self._watched.get(key), self._read)
@@ -194,7 +248,7 @@ class UntrackedWrites:
             return
         for watched in (self._watched.get(key), self._read):  # every update may write to _read
             if watched is not None:
-                watched.settle(self._sampled_step)
+                watched.settle(self._sampling.sampled_step)
 
     def declared(self, pattern: str) -> None:
         """Accept the writes of the function registered for ``pattern`` to entries that updates
@@ -205,20 +259,20 @@ class UntrackedWrites:
         mine = self._writes_of_pattern.get(pattern)
         if read is None or not mine:
             return
-        if (torn := self._report(self._written(read, mine), self._step)) is not None:
+        if (torn := self._report(self._written(read, mine), self._sampling.step)) is not None:
             self._torn_reason = torn
-        read.settle(self._sampled_step)
+        read.settle(self._sampling.sampled_step)
 
     def at_mark(self, survey: Survey, step: int) -> str | None:
         """Return why the log cannot continue at a step mark, or None."""
         with self._lock:  # the lane's thread may set another one
             torn = self._torn_reason
             self._torn_reason = None
-        self._sampled = None
-        self._step = step + 1
+        self._samples.forget()
+        self._sampling.step = step + 1
         found = next((name for w in self._watched.values() if (name := self._written(w))), None)
         self._follow(survey)
-        if found is not None or self._sampled_step is not None:
+        if found is not None or self._sampling.sampled_step is not None:
             self.accept()
         elif self._read is not None:  # the mark holds its current contents
             self._read.settle(None)
@@ -226,32 +280,13 @@ class UntrackedWrites:
 
     def samples(self, step: int) -> dict[str, torch.Tensor]:
         """Return the samples of a mark's state; call :meth:`at_mark` with its survey before."""
-        samples = mark_entries(self._spots, self._which, step)
-        self._sampled = step, samples
-        return samples
+        return self._samples.take(step)
 
     @property
     def is_as_marked(self) -> bool:
         """Return True if counters and samples show no write since the last mark."""
         watched = (*self._watched.values(), *([] if self._read is None else [self._read]))
-        if any(one.written() for one in watched):
-            return False
-        if self._sampled is None:  # the step was not recorded
-            return True
-        step, then = self._sampled
-        if not self._spots.intact:
-            return False
-        now = mark_entries(self._spots, self._which, step)
-        return all(torch.equal(now[name], then[name]) for name in then)
-
-    @property
-    def _sampled_step(self) -> int | None:
-        """Return the step in progress if its elements are compared, else None."""
-        step = self._step
-        sampled = (
-            self._suspicious or step <= self._sampled_until_step or step % SAMPLE_EVERY_STEPS == 0
-        )
-        return step if sampled else None
+        return not any(one.written() for one in watched) and self._samples.unchanged
 
     def handles_torn_base(self, error: AuditError) -> bool:
         """Make a new base due at the next step mark, copied there at once. In any thread.
@@ -285,7 +320,7 @@ class UntrackedWrites:
         with self._lock:
             warned = self._warned
             self._warned = True
-        self._suspicious = True
+        self._sampling.suspicious = True
         if not warned:
             self._on_first()
             self._channel.post_notice(_notice(event, step, self._state.ranks.world))
@@ -294,22 +329,19 @@ class UntrackedWrites:
         """Watch the tensors of a survey: some may be new, gone, or replaced."""
         shape = survey.shape
         tensors = survey.tensors
-        if tensors is self._tensors and shape is self._shape:
+        followed = self._followed
+        if followed is not None and shape is followed[0] and tensors is followed[1]:
             return
         # Set again at the end: after an interrupt in between, all of this is done again.
-        self._tensors = None
-        if shape is not self._shape:
-            names: dict[str, list[str]] = {}
-            for name, owner in shape.owners.items():
-                if owner.kind == "replayed" and owner.optimizer is not None:
-                    names.setdefault(owner.optimizer, []).append(name)
-            self._names = {key: tuple(found) for key, found in names.items()}
-            self._shape = shape
+        self._followed = None
         self._follow_read(shape, tensors)
         before = self._watched
         watched = dict[str, WatchedTensors]()
-        for key, mine in self._names.items():
-            now = {name: tensors[name] for name in mine}
+        replayed: dict[str, dict[str, torch.Tensor]] = {}
+        for name, owner in shape.owners.items():
+            if owner.kind == "replayed" and owner.optimizer is not None:
+                replayed.setdefault(owner.optimizer, {})[name] = tensors[name]
+        for key, now in replayed.items():
             old = before.get(key)
             if old is None or not old.watches(now):
                 others = (tensor for name, tensor in tensors.items() if name not in now)
@@ -319,11 +351,12 @@ class UntrackedWrites:
             all_of = (one.tensors for one in watched.values())
             # This rank's log does not replay tensors that another rank updates.
             left_out = updated_elsewhere(self._state)
-            sampled = {n: t for found in all_of for n, t in found.items() if n not in left_out}
-            self._spots = MarkSampler(sampled)
+            self._samples.choose(
+                {n: t for found in all_of for n, t in found.items() if n not in left_out}
+            )
         self._watched = watched
-        self._which = sampled_bits(self._spots, sorted(tensors))
-        self._tensors = tensors
+        self._samples.describe(tensors)
+        self._followed = shape, tensors
 
     def _follow_read(self, shape: Shape, tensors: Mapping[str, torch.Tensor]) -> None:
         """Watch tensors that updates read and marks hold completely.

@@ -31,7 +31,6 @@ from everstep.trainer.multistep.held_gradients import (
     GradientCheck,
     GraphMemory,
     HeldGradients,
-    SamplePlaces,
     own_their_memory,
 )
 from everstep.trainer.multistep.partition import Partitioner, TimedCopy
@@ -109,7 +108,6 @@ class WindowCopies:
         self._copying: list[_PartCopy] = []
         self._pending: _PendingUpdate | None = None
         self._seen_lsn = -1  # of the last update whose inputs were collected
-        self._places = SamplePlaces()
         self._graphs = GraphMemory()
         self.partitioner = partitioner
         self.consumption = InputReader(context.state)
@@ -321,7 +319,7 @@ class WindowCopies:
         batches: Sequence[Batch] = inputs.batches
         check = None
         if held is not None:
-            check = GradientCheck(gradients, layout, update.head.lsn, self._places)
+            check = GradientCheck(gradients, layout, update.head.lsn)
             # Other tensors (learning rates) are written by schedulers: copied now, not held.
             if others := inputs.tensors.keys() - gradients.keys():
                 self._lane.copy_now(plan_batches(layout, inputs.tensors, others), into)

@@ -22,27 +22,21 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from everstep.capture import Transfer, on_cuda
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import DeadlineError
-from everstep.seams.memory import Gather
 from everstep.state.layout import GRADIENT, ShardLayout
-from everstep.state.layout.shards import LRUCache
 from everstep.state.providers.modules import unwrap
 from everstep.state.training_state import State
-from everstep.state.values.tensors import INTEGERS
 from everstep.trainer.base import Saver
 from everstep.trainer.multistep.window import Window
 
-_SAMPLES = 4  # elements compared of a gradient
-# Samples are compared as integers: as floats a NaN differs from itself, and -0.0 equals 0.0.
 _SAMPLED_GRADIENTS = 32  # gradients compared per update: views of all would take milliseconds
 
 
@@ -124,128 +118,26 @@ def _segments() -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", found)
 
 
-_SampleKind = tuple[int, torch.device]
-"""Width of an element in bytes, and device: samples of one kind are copied together."""
-
-
-class _Sampled(NamedTuple):
-    """Gradients of one kind of which a few elements are compared.
-
-    Attributes:
-        which: numbers of the gradients, in the order of the record's.
-        names: their names.
-        counts: number of elements of each.
-        strides: distance of these elements in their gradient, in elements.
-        offsets: offsets of all elements from the beginning of their gradient, in bytes.
-        where: offsets of all elements in the record, in elements.
-    """
-
-    which: Sequence[int]
-    names: Sequence[str]
-    counts: npt.NDArray[np.int64]
-    strides: Sequence[int]
-    offsets: npt.NDArray[np.int64]
-    where: torch.Tensor
-
-
-_Places = tuple[ShardLayout, int, dict[int, Mapping[_SampleKind, _Sampled]]]
-"""A layout, the end of all gradients in it, and the elements to compare, by turn and kind."""
-
-
-class SamplePlaces:
-    """Places of the compared elements, computed once for each layout of a record."""
-
-    def __init__(self) -> None:
-        self._found = LRUCache[int, _Places]()
-
-    def of(
-        self, gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
-    ) -> tuple[int, Mapping[_SampleKind, _Sampled]]:
-        """Return the end of all gradients in the record, and the elements to compare, by kind.
-
-        Args:
-            gradients: gradients by their names in a record of ``layout``; the layout fixes their
-                form, but not their device, as a model may be moved.
-            layout: layout of the record.
-            turn: selects other gradients with each next number, if there are many.
-        """
-        turn %= -(-len(gradients) // _SAMPLED_GRADIENTS)
-        known = self._found.get(id(layout))
-        if known is None:
-            names = {name for name, _ in gradients}
-            end = max(place.end for place in layout.placed if place.entry.name in names)
-            known = layout, end, {}
-            self._found.add(id(layout), known, len(layout.placed))
-        _, end, turns = known
-        found = turns.get(turn)
-        if found is None or not _devices_match(gradients, found):
-            found = turns[turn] = _places_of(gradients, layout, turn)
-        return end, found
-
-
-def _places_of(
-    gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
-) -> Mapping[_SampleKind, _Sampled]:
-    begins = {place.entry.name: place.begin for place in layout.placed}
-    rows: dict[_SampleKind, list[tuple[int, str, int, int, int]]] = {}
-    every = -(-len(gradients) // _SAMPLED_GRADIENTS)
-    for number in range(turn, len(gradients), every):
-        name, gradient = gradients[number]
-        length = gradient.numel()
-        width = gradient.element_size()
-        # The others are no flat run of integers: only their version counters are compared.
-        if length and gradient.is_contiguous() and not gradient.is_complex():
-            stride = max(1, length // _SAMPLES)
-            row = number, name, -(-length // stride), stride, begins[name] // width
-            rows.setdefault((width, gradient.device), []).append(row)
-    found = {}
-    for kind, some in rows.items():
-        which, names, counts, strides, firsts = zip(*some, strict=True)
-        within = np.concatenate([n * np.arange(m) for m, n in zip(counts, strides, strict=True)])
-        where = torch.from_numpy(np.repeat(firsts, counts) + within)
-        offsets = kind[0] * within
-        found[kind] = _Sampled(which, names, np.array(counts), strides, offsets, where)
-    return found
-
-
-def _devices_match(
-    gradients: Sequence[tuple[str, torch.Tensor]], places: Mapping[_SampleKind, _Sampled]
-) -> bool:
-    """Return True if the compared gradients are on the same devices as before."""
-    return all(
-        gradients[number][1].device == device
-        for (_, device), sampled in places.items()
-        for number in sampled.which
-    )
-
-
 class GradientCheck:
     """Version counters of gradients, and a few elements of some, at the time they are consumed.
 
     Args:
         named: gradients by their names in the record.
         layout: layout of the record.
-        turn: selects other elements with each next number.
-        places: places of the elements.
+        turn: selects other gradients with each next number, if there are many.
     """
 
-    def __init__(
-        self,
-        named: Mapping[str, torch.Tensor],
-        layout: ShardLayout,
-        turn: int,
-        places: SamplePlaces,
-    ) -> None:
-        self._gradients = list(named.items())
+    def __init__(self, named: Mapping[str, torch.Tensor], layout: ShardLayout, turn: int) -> None:
+        self._gradients = list(named.values())
+        self._names = list(named)
         self._versions = self._now()
         self._seen: list[
             list[int]
         ] = []  # versions when writers were admitted; the first list counts
-        self._end, self._places = places.of(self._gradients, layout, turn)
-        gradients = list(named.values())
-        self._values = {
-            kind: _sample_of(gradients, sampled, kind) for kind, sampled in self._places.items()
-        }
+        self._end = max(place.end for place in layout.placed if place.entry.name in named)
+        every = -(-len(named) // _SAMPLED_GRADIENTS)
+        self._spots = SpotCheck([(layout, 0)], named, frozenset(self._names[turn % every :: every]))
+        self._sample = self._spots.take()
 
     def copied(self, end: int) -> None:
         """Read the counters if ``end`` bytes of the record complete the gradients."""
@@ -262,45 +154,15 @@ class GradientCheck:
     def torn(self, block: torch.Tensor) -> str | None:
         """Return the name of a gradient written to before it was copied into ``block``, or None."""
         self.see()
-        for (name, _), then, now in zip(
-            self._gradients, self._versions, self._seen[0], strict=True
-        ):
+        for name, then, now in zip(self._names, self._versions, self._seen[0], strict=True):
             if now != then:
                 return name.removeprefix(GRADIENT)
-        for kind, values in self._values.items():
-            sampled = self._places[kind]
-            width = kind[0]
-            # view() needs a multiple of the width. Offsets are aligned, as a layout places the
-            # widest dtypes first.
-            whole = block[: block.numel() // width * width].view(INTEGERS[width])
-            # Fetched only here, in the lane's thread: training does not wait for the device.
-            differs = whole[sampled.where] != values.cpu()
-            if bool(differs.any()):
-                index = int(differs.nonzero()[0])
-                number = int(np.searchsorted(np.cumsum(sampled.counts), index, side="right"))
-                return sampled.names[number].removeprefix(GRADIENT)
-        return None
+        # Fetched only here, in the lane's thread: training does not wait for the device.
+        torn = self._spots.differing(self._sample, block)
+        return None if torn is None else torn.removeprefix(GRADIENT)
 
     def _now(self) -> list[int]:
-        return [gradient._version for _, gradient in self._gradients]
-
-
-def _sample_of(
-    gradients: Sequence[torch.Tensor], sampled: _Sampled, kind: _SampleKind
-) -> torch.Tensor:
-    """Return the elements as they are now, as integers."""
-    chosen = [gradients[number] for number in sampled.which]
-    width, device = kind
-    if device.type == "cpu":
-        begins = np.array([gradient.data_ptr() for gradient in chosen], np.int64)
-        addresses = begins.repeat(sampled.counts) + sampled.offsets
-        return torch.from_numpy(Gather.at(addresses, np.dtype(f"i{width}")).take())
-    return torch.cat(
-        [
-            gradient.detach().view(-1)[::stride].view(INTEGERS[width])
-            for gradient, stride in zip(chosen, sampled.strides, strict=True)
-        ]
-    )
+        return [gradient._version for gradient in self._gradients]
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ class ScheduledSaver(Saver):
             if save in self._persist_when_complete or not save.parked:
                 return save
             self.saves += 1
-            self.last_save_s = self._clock.monotonic_s()
+            self.last_save_s = self._context.clock.monotonic_s()
             if self._parked is not None and self._parked.save is save:
                 capture = self._parked
                 self._parked = None
@@ -207,7 +207,7 @@ class ScheduledSaver(Saver):
 
     def gate_update(self, optimizer: str | None) -> None:
         """Block an update until it cannot tear a planned capture (I1)."""
-        timeout_s = self._options.progress_timeout_s
+        timeout_s = self._context.options.progress_timeout_s
         wait_s, late = self.scheduler.gate(optimizer, timeout_s)
         self.stall_s["gate"] += wait_s
         # Do not block training for ever: the update goes on, these captures are void.

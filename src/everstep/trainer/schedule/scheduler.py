@@ -100,14 +100,13 @@ def batch_times(dispatch: Dispatch) -> list[BatchTimes]:
     found: list[BatchTimes] = []
     # Units run one after another on one queue.
     zero_s = start_s = dispatch.begun_s
-    ends = [(arrived[-1], number) for number, arrived in enumerate(dispatch.arrived_s) if arrived]
-    for _, number in sorted(ends):
-        issued_s = dispatch.issued_s[number]
-        assert issued_s is not None
+    copies = [copy for copy in dispatch.copies if copy.arrived_s]
+    for copy in sorted(copies, key=lambda copy: (copy.arrived_s[-1], copy.number)):
+        assert copy.issued_s is not None
         # A unit begins when it is issued, or when the one before it on the queue has ended.
-        start_s = max(start_s, issued_s)
-        unit = dispatch.units[number]
-        arrived = dispatch.arrived_s[number]
+        start_s = max(start_s, copy.issued_s)
+        unit = copy.unit
+        arrived = copy.arrived_s
         for place, batch in enumerate(unit.batches):
             # A device may report progress less often than after each batch.
             end_s = arrived[place] if len(arrived) == len(unit.batches) else arrived[-1]

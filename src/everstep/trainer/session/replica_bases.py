@@ -36,6 +36,8 @@ class ReplicaBases(Participant):
 
     Attributes:
         lost: reason why the replica has stopped, until the next base is taken; else None.
+        taken: newest capture by this process; None before the first.
+        expected: True if the keeper has a replica, or makes one of the newest capture.
     """
 
     def __init__(self, context: TrainingContext, saver: Saver) -> None:
@@ -45,10 +47,10 @@ class ReplicaBases(Participant):
         # Maximum time that training waits for an overdue base.
         self._timeout_s = context.options.progress_timeout_s
         self._keeper: RemoteKeeper | None = None
-        self._expected = False
+        self.expected = False
         self._off = False
         self._last: Save | None = None  # the newest request
-        self._taken: Save | None = None  # the newest capture by this process
+        self.taken: Save | None = None
         self._exact: list[Save] = []  # requests that no later step may serve
         self._prepared: PreparedBase | None = None
         self._live: tuple[torch.Tensor, ...] = ()
@@ -58,7 +60,7 @@ class ReplicaBases(Participant):
     @property
     def follows(self) -> bool:
         """True if bases are requested from the replica."""
-        return self._expected and not self._off
+        return self.expected and not self._off
 
     def can_serve(self, *, exact: bool) -> bool:
         """Return True if the base that is due is to be requested from the replica.
@@ -76,7 +78,7 @@ class ReplicaBases(Participant):
             return self.follows
         keeper = self._keeper
         last = self._last
-        taken = self._taken
+        taken = self.taken
         started = keeper is not None and keeper.replica_applied > 0
         waits = last is not None and not last.durable.done()
         busy = taken is not None and not taken.durable.done()
@@ -85,11 +87,11 @@ class ReplicaBases(Participant):
     def start(self, service: Service) -> None:
         """Begin with a new keeper or timeline, which has no replica yet."""
         self._keeper = service.process
-        self._expected = False
+        self.expected = False
         self._off = False
         self._last = None
         self.lost = None
-        self._taken = None
+        self.taken = None
 
     @property
     def needs_base(self) -> bool:
@@ -110,13 +112,13 @@ class ReplicaBases(Participant):
 
     def _captured(self, save: Save) -> None:
         """Note a base captured by this process. The replica begins with it once it is durable."""
-        self._expected = True
+        self.expected = True
         self.lost = None
-        self._taken = save
+        self.taken = save
 
         def ended(_: object) -> None:
             if save.is_lost:
-                self._expected = False
+                self.expected = False
 
         save.durable.add_done_callback(ended)
 
@@ -133,7 +135,7 @@ class ReplicaBases(Participant):
         last = self._last
         exact = exact or self._several
         assert keeper is not None
-        taken = self._taken
+        taken = self.taken
         if taken is not None and taken.is_of(identity) and not taken.is_lost:
             return taken  # the replica begins with this very base
         serves = last is not None and last.is_of(identity) and not last.is_lost
@@ -168,7 +170,7 @@ class ReplicaBases(Participant):
         last = self._last
         if self._several or last is None or not last.is_lost:
             return False
-        self._expected = False
+        self.expected = False
         self._last = None
         return True
 
@@ -209,7 +211,7 @@ class ReplicaBases(Participant):
         failed. With several ranks, the next base is then captured.
         """
         if self._several and isinstance(durable.exception(), StateError):
-            self._expected = False
+            self.expected = False
 
     def _limit_pending(self) -> None:
         """Wait until at most one earlier request is pending, as the log stays until then."""
@@ -221,7 +223,7 @@ class ReplicaBases(Participant):
     def replica_stopped(self, why: str, for_good: bool) -> None:
         """Note that the replica has stopped. Called in the thread that reads messages."""
         self._off = self._off or for_good
-        self._expected = False
+        self.expected = False
         self.lost = why
 
     def _samples(self, prepared: PreparedBase, survey: Survey) -> Sequence[Samples]:

@@ -99,6 +99,7 @@ class RunStarter:
 
     Attributes:
         live_state: guard of the state, which is notified before it is overwritten.
+        timeout_s: seconds without progress after which a restore fails.
         job: ranks that start together; None if this process trains alone.
     """
 
@@ -111,7 +112,7 @@ class RunStarter:
         self._state = parts.state
         self._ring = parts.ring
         self.live_state = LiveStateGuard()
-        self._timeout_s = parts.options.progress_timeout_s
+        self.timeout_s = parts.options.progress_timeout_s
         self._timelines = TimelineCache()
 
     @property
@@ -186,7 +187,7 @@ class RunStarter:
             recalled,
             step=step,
             strict=strict,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             on_touch=self.live_state.touch,
             trained=trained,
             restores=restores,

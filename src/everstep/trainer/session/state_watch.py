@@ -31,12 +31,7 @@ from everstep.state.layout.entries import RNG_SECTION
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.base import LastMark, MarkSnapshot
-from everstep.trainer.checks import (
-    PendingGradients,
-    PendingScalers,
-    UntrackedOptimizers,
-    UntrackedSchedulers,
-)
+from everstep.trainer.checks import LoopChecks
 from everstep.trainer.log import WatchedTensors
 from everstep.trainer.session.components import Components
 
@@ -75,6 +70,65 @@ class Position:
         )
 
 
+class _MarkedState:
+    """State at the last step mark, and the means to see that it is still the live one.
+
+    Args:
+        watches: compare all tensors; False if a log does, whose checks cover those of optimizers.
+
+    Attributes:
+        lsn: number of updates at the mark.
+        handled: attributes of the exception that the loop was handling at the mark.
+        last: state at the mark, if it is surveyed at each mark; else None.
+    """
+
+    def __init__(self, *, watches: bool) -> None:
+        self._watches = watches
+        self._entries: object = None  # of the shape that the names below belong to
+        self._names: tuple[str, ...] = ()
+        self._random: tuple[str, ...] = ()
+        self._tensors: object = None
+        self._all: WatchedTensors | None = None
+        self.lsn = 0
+        self.handled: Mapping[str, Any] | None = None
+        self.last: LastMark | None = None
+
+    @property
+    def is_intact(self) -> bool:
+        """True if the state at the mark is known and was not written to since."""
+        intact = self.last is not None and self.last.is_intact
+        return intact and (self._all is None or self._all.written() is None)
+
+    def begin(self, lsn: int) -> None:
+        """Begin a mark, whose state is not known yet."""
+        self.last = None
+        self.lsn = lsn
+        # Its attributes only: a reference to it would keep the frames of its traceback alive, and
+        # its id may be that of a later exception.
+        error = sys.exc_info()[1]
+        self.handled = None if error is None else vars(error)
+
+    def take(self, survey: Survey) -> None:
+        """Take the surveyed state as that of the mark."""
+        shape = survey.shape
+        if shape.entries is not self._entries:  # once for each shape, not at each step
+            self._names = tuple(e.name for e in shape.entries if shape.owners[e.name].in_marks)
+            self._random = tuple(name for name in self._names if name.startswith(_RANDOM))
+            # Last: after an interrupt before this line, the next mark computes the names again.
+            self._entries = shape.entries
+        self.last = LastMark.of(survey, self._names, self._random)
+        if not self._watches:
+            return
+        # The states of random generators are left out: each survey copies them again.
+        if survey.tensors is not self._tensors or self._all is None:
+            tensors = survey.tensors.items()
+            self._all = WatchedTensors(
+                {name: one for name, one in tensors if not name.startswith(_RANDOM)}
+            )
+            self._tensors = survey.tensors
+        self._all.settle(self.lsn)
+
+
 class StateWatch:
     """Track the updates of a state between two step marks, and pass them to the participants.
 
@@ -82,12 +136,11 @@ class StateWatch:
         at: position of training.
 
     Attributes:
-        lsn_at_mark: number of updates at the last step mark.
-        last_mark: state at the last step mark, if the state is surveyed at each mark; else None.
         surveys: True if the state is surveyed at each mark: there is a log, or bases live in memory
             (then a last base goes to disk at the end).
         abandoned: True after training was left by an error, perhaps in the middle of a step.
         changing: True between ``before_update()`` and ``after_update()``.
+        checks: checks of the training loop.
     """
 
     def __init__(self, parts: Components, at: Position) -> None:
@@ -105,24 +158,12 @@ class StateWatch:
         self._follows = any(one.follows_updates for one in parts.participants)
         self._logs = parts.reads_marks
         self.surveys = parts.options.method.in_memory or self._logs
-        self.lsn_at_mark = 0
-        self.last_mark: LastMark | None = None
         self.abandoned = False
         self.changing = False
-        self._entries: object = None  # of the shape that the names below belong to
-        self._names: tuple[str, ...] = ()
-        self._random: tuple[str, ...] = ()
-        self._tensors: object = None
+        self._mark = _MarkedState(watches=not self._logs)
         self._fresh: MarkSnapshot | None = None
-        # Attributes of an exception that the loop was handling at the last mark.
-        self._handled: Mapping[str, Any] | None = None
-        self._pending_gradients = PendingGradients(state, updates, tell)
-        self._pending_scalers = PendingScalers(state.values, tell)
-        # Without a log, whose own checks cover the tensors of optimizers.
-        self._all: WatchedTensors | None = None
         skipped = self._skipped if self._follows else None
-        self._untracked_optimizers = UntrackedOptimizers(state, updates, gate, skipped, tell)
-        self._untracked_schedulers = UntrackedSchedulers(state, skipped, tell)
+        self.checks = LoopChecks(state, updates, gate, skipped, tell)
 
     def abandon(self) -> None:
         """Note that training ended without ``close()``. Other ranks are not waited for."""
@@ -135,7 +176,7 @@ class StateWatch:
         """True if nothing was updated since the last step mark, and no update is running."""
         updates = self._updates
         idle = updates.outermost is None and not updates.failed and not self.changing
-        return idle and updates.lsn == self.lsn_at_mark
+        return idle and updates.lsn == self._mark.lsn
 
     def refuse_mid_step(self) -> None:
         """Check that the state is still that of the last step mark.
@@ -177,7 +218,7 @@ class StateWatch:
             StateError: The state was updated since the last step mark.
         """
         self.refuse_mid_step()
-        where = mid_step_position(self._handled)
+        where = mid_step_position(self._mark.handled)
         if not where:
             return None, True
         if (survey := self.survey_at_mark) is not None:
@@ -209,7 +250,7 @@ class StateWatch:
         It is not after an error: a failed forward has drawn random numbers and counted batches, and
         the program may have loaded other weights.
         """
-        known = self.survey_at_mark is not None or (self.last_mark is None and not self.abandoned)
+        known = self.survey_at_mark is not None or (self._mark.last is None and not self.abandoned)
         return self.is_between_steps and known
 
     @property
@@ -219,14 +260,12 @@ class StateWatch:
         None if that state no longer exists, for example because other weights were loaded for an
         evaluation.
         """
-        mark = self.last_mark
-        if mark is None or not self.is_between_steps or not mark.is_intact:
+        mark = self._mark
+        if not self.is_between_steps or not mark.is_intact:
             return None
         if not all(one.is_as_marked for one in self._participants):
             return None
-        if self._all is not None and self._all.written() is not None:
-            return None
-        return mark.survey
+        return None if mark.last is None else mark.last.survey
 
     def survey(self) -> Survey | None:
         """Survey the state at the end of a step.
@@ -269,8 +308,7 @@ class StateWatch:
             fresh: True if nothing was restored.
         """
         self.marked(survey)
-        self._untracked_optimizers.started()
-        self._untracked_schedulers.started()
+        self.checks.started()
         if fresh:
             current = survey or self._state.survey()
             self._fresh = MarkSnapshot.of(current, current.tensors)
@@ -289,10 +327,7 @@ class StateWatch:
 
     def step_ended(self) -> None:
         """Check that the step is complete (gradients consumed, scaler updated), and mark it."""
-        if self._updates.lsn == self.lsn_at_mark:
-            self._pending_gradients.marked(self._at.step)
-        self._pending_scalers.marked(self._at.step)
-        self._untracked_schedulers.marked()
+        self.checks.step_ended(self._at.step, updated=self._updates.lsn != self._mark.lsn)
         self.marked()
 
     def marked(self, survey: Survey | None = None) -> None:
@@ -301,36 +336,11 @@ class StateWatch:
         Args:
             survey: the state, if it is surveyed at each mark.
         """
-        self.lsn_at_mark = self._updates.lsn
         self._fresh = None
-        # Its attributes only: a reference to it would keep the frames of its traceback alive, and
-        # its id may be that of a later exception.
-        error = sys.exc_info()[1]
-        self._handled = None if error is None else vars(error)
+        self._mark.begin(self._updates.lsn)
         self._updates.failed = self.changing = False
-        self.last_mark = None
-        if survey is None:
-            return
-        shape = survey.shape
-        if shape.entries is not self._entries:  # once for each shape, not at each step
-            self._names = tuple(e.name for e in shape.entries if shape.owners[e.name].in_marks)
-            self._random = tuple(name for name in self._names if name.startswith(_RANDOM))
-            # Last: after an interrupt before this line, the next mark computes the names again.
-            self._entries = shape.entries
-        self.last_mark = LastMark.of(survey, self._names, self._random)
-        if not self._logs:
-            self._watch_all(survey)
-
-    def _watch_all(self, survey: Survey) -> None:
-        """Remember the versions of all tensors, to detect writes after this mark."""
-        # The states of random generators are left out: each survey copies them again.
-        if survey.tensors is not self._tensors or self._all is None:
-            tensors = survey.tensors.items()
-            self._all = WatchedTensors(
-                {name: one for name, one in tensors if not name.startswith(_RANDOM)}
-            )
-            self._tensors = survey.tensors
-        self._all.settle(self.lsn_at_mark)
+        if survey is not None:
+            self._mark.take(survey)
 
     def consumed(self, key: str) -> None:
         """Pass on an optimizer whose gradients are final and about to be consumed."""
@@ -384,7 +394,7 @@ class StateWatch:
         """
         if self._state.ranks.world == 1:
             self._updates.updated()
-            self.lsn_at_mark = self._updates.lsn
+            self._mark.lsn = self._updates.lsn
 
     def install(self, wait_for_others: Callable[[str], None]) -> None:
         """Install the hooks that count updates, delay them at the gate, and pass them on.
@@ -401,7 +411,7 @@ class StateWatch:
             updates.lost = self._skipped
         for key, optimizer in self._state.optimizers.items():
             updates.watch(key, optimizer)
-        self._untracked_optimizers.watch()
+        self.checks.watch()
 
     def _refuse_during_replay(self) -> None:
         """Check that no replay is running.
