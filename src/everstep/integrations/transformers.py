@@ -15,7 +15,8 @@ its callbacks of none of them early enough, so this is a subclass and not a call
 2. ``get_batch_samples``: mark the step before, whose logs and evaluations are made by now, and
    only then take the next batches;
 3. ``_run_epoch``: mark the last step of an epoch after its evaluation;
-4. ``_finalize_training``: close the Checkpointer, before the best model is loaded.
+4. ``_finalize_training``: save the end of the training, and close the Checkpointer, before the best
+   model is loaded.
 """
 
 from __future__ import annotations
@@ -29,18 +30,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
-from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerState
-from transformers.trainer_callback import ExportableState
 
 from everstep.checkpointer import Checkpointer
 from everstep.data import ResumableLoader
 from everstep.errors import OptionError, RecoveryError, StateError
 from everstep.restore.start import Recovery
 from everstep.state.values.generators import RngStates
+
+try:
+    import transformers
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
+    from accelerate.utils import send_to_device
+    from transformers import Trainer, TrainerState
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    raise ImportError(
+        f"everstep.integrations.transformers cannot be used: {error}; "
+        "pip install 'everstep[transformers]'"
+    ) from error
 
 _TrainerT = TypeVar("_TrainerT", bound=Trainer)
 
@@ -184,12 +192,12 @@ class _Resumable(Trainer):
         return super().get_batch_samples(*args, **others)
 
     def _run_epoch(self, *args: Any, **others: Any) -> None:
-        if not self.control.should_training_stop:  # restored: it was stopped before its last step
+        if not self._everstep.is_over:
             super()._run_epoch(*args, **others)
             self._everstep.mark()
 
     def _finalize_training(self, *args: Any, **others: Any) -> Any:
-        self._everstep.close()
+        self._everstep.finish()
         return super()._finalize_training(*args, **others)
 
     # What the Trainer would load from one of its checkpoints, resume() has restored.
@@ -332,6 +340,19 @@ class _Run:
             self._ckpt.step()
             self._marked = step
 
+    def finish(self) -> None:
+        """Save the end of the training, and close the run."""
+        assert self._ckpt is not None
+        if self._marked:
+            self._ckpt.save()
+        self.close()
+
+    @property
+    def is_over(self) -> bool:
+        """True if the Trainer has nothing left to do: without this it would take one more step."""
+        state = self._trainer.state
+        return self._progress.is_stopped or state.global_step >= state.max_steps
+
     def close(self) -> None:
         """Close the run, if it is open."""
         if self._ckpt is not None:
@@ -340,9 +361,14 @@ class _Run:
 
 
 class _Progress:
-    """The Trainer's counters and logs, losses not logged yet, and the state of its callbacks."""
+    """The Trainer's counters and logs, losses not logged yet, and the state of its callbacks.
+
+    Attributes:
+        is_stopped: the restored training was stopped before its last step.
+    """
 
     def __init__(self, trainer: Any) -> None:
+        self.is_stopped = False
         self._trainer = trainer
         self._restored: Mapping[str, Any] | None = None
         self._logs = (0, "[]")
@@ -366,7 +392,7 @@ class _Progress:
             "loss": trainer._tr_loss,
             "last_logged": trainer._globalstep_last_logged,
             "callbacks": [[type(one).__name__, one.state()] for one in self._callbacks()],
-            "control": trainer.control.state()["args"],
+            "stopped": self._is_stopped_early(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -391,7 +417,7 @@ class _Progress:
             )
         for one, (_, values) in zip(callbacks, state["callbacks"], strict=True):
             vars(one).update(values["attributes"])
-        vars(trainer.control).update(state["control"])
+        self.is_stopped = state["stopped"]
         self._restored = dict(state, loss=trainer._tr_loss.clone())
 
     def put_back_losses(self) -> None:
@@ -404,6 +430,10 @@ class _Progress:
         # The result of train() is the mean loss of the steps of this process alone.
         trainer._total_loss_scalar = -self._restored["loss"].item()
         self._restored = None
+
+    def _is_stopped_early(self) -> bool:
+        state = self._trainer.state
+        return self._trainer.control.should_training_stop and state.global_step < state.max_steps
 
     def of_callbacks(self) -> dict[str, Any]:
         """Return the states of all callbacks in the form of ``TrainerState``."""
