@@ -176,9 +176,9 @@ class _Resumable(Trainer):
         return self._everstep.data(super().get_train_dataloader())
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        if isinstance(dataloader.dataset, _Batches):
-            dataloader = dataloader.dataset.loader.source
-        return super().num_examples(dataloader)
+        data = dataloader.dataset
+        source: Any = data.loader.source if isinstance(data, _Batches) else dataloader
+        return int(super().num_examples(source))
 
     def _init_training_state(self, max_steps: int, *args: Any, **others: Any) -> tuple[int, int]:
         self._everstep.resume(super()._prepare_for_training, max_steps)
@@ -200,15 +200,19 @@ class _Resumable(Trainer):
         self._everstep.finish()
         return super()._finalize_training(*args, **others)
 
-    # What the Trainer would load from one of its checkpoints, resume() has restored.
+    # resume() restores everything that the Trainer would load from one of its own checkpoints.
 
-    def _load_from_checkpoint(self, *args: Any, **others: Any) -> None: ...
+    def _load_from_checkpoint(self, *args: Any, **others: Any) -> None:
+        """Do nothing: it is restored."""
 
-    def _load_optimizer_and_scheduler(self, *args: Any, **others: Any) -> None: ...
+    def _load_optimizer_and_scheduler(self, *args: Any, **others: Any) -> None:
+        """Do nothing: it is restored."""
 
-    def _load_rng_state(self, *args: Any, **others: Any) -> None: ...
+    def _load_rng_state(self, *args: Any, **others: Any) -> None:
+        """Do nothing: it is restored."""
 
-    def _load_scaler(self, *args: Any, **others: Any) -> None: ...
+    def _load_scaler(self, *args: Any, **others: Any) -> None:
+        """Do nothing: it is restored."""
 
 
 class _Run:
@@ -433,12 +437,15 @@ class _Progress:
 
     def _is_stopped_early(self) -> bool:
         state = self._trainer.state
-        return self._trainer.control.should_training_stop and state.global_step < state.max_steps
+        return bool(
+            self._trainer.control.should_training_stop and state.global_step < state.max_steps
+        )
 
     def of_callbacks(self) -> dict[str, Any]:
         """Return the states of all callbacks in the form of ``TrainerState``."""
         stateful = [*self._callbacks(), self._trainer.control]
-        return TrainerState(stateful_callbacks=stateful).stateful_callbacks
+        states: dict[str, Any] = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+        return states
 
     def _callbacks(self) -> list[Any]:
         found = self._trainer.callback_handler.callbacks
