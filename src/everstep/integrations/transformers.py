@@ -319,7 +319,8 @@ class _Run:
             len(loader)
         except TypeError:  # to the Trainer a stream without a length is one epoch
             at = loader.state_dict()
-            epoch, taken = at["epoch"], at["batch"]
+            epoch = at["epoch"]
+            taken = at["batch"]
         else:
             loader.set_epoch(epoch)
             if (batch := loader.state_dict()["batch"]) != taken:
@@ -360,7 +361,8 @@ class _Run:
     def close(self) -> None:
         """Close the run, if it is open."""
         if self._ckpt is not None:
-            ckpt, self._ckpt = self._ckpt, None
+            ckpt = self._ckpt
+            self._ckpt = None
             ckpt.close()
 
 
@@ -470,7 +472,8 @@ class _Batches(IterableDataset[Any]):
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        passed_over, self.passed_over = self.passed_over, 0
+        passed_over = self.passed_over
+        self.passed_over = 0
         yield from itertools.repeat(None, passed_over)
         for batch in self.loader:
             yield send_to_device(batch, self._device)
