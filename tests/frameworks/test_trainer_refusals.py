@@ -43,6 +43,13 @@ def test_options(option: str, tmp_path: Path) -> None:
         resumable(trainer_of(tmp_path, **{option: True}), tmp_path / "run")
 
 
+def test_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(OptionError, match="several ranks"):
+        resumable(trainer, tmp_path / "run")
+
+
 def test_twice(tmp_path: Path) -> None:
     trainer = resumable(trainer_of(tmp_path), tmp_path / "run")
     with pytest.raises(OptionError, match="resumable already"):

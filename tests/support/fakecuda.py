@@ -488,7 +488,7 @@ class FakeHost(CpuLane):
 
     @property
     def waiting(self) -> int:
-        """How many jobs its thread has not begun."""
+        """Number of jobs that its thread has not begun."""
         return len(self._threads.jobs)
 
 

@@ -221,7 +221,7 @@ def finish_trainer(trainer: Trainer | Popen, timeout_s: float) -> tuple[int, str
 
 
 def server_process() -> subprocess.Popen[bytes]:
-    """What trainers are forked from now."""
+    """Return the process that trainers are forked from now."""
     assert _server is not None
     return _server.process
 

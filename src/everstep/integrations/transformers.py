@@ -40,7 +40,6 @@ from everstep.state.values.generators import RngStates
 
 try:
     import transformers
-    from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
     from accelerate.utils import send_to_device
     from transformers import Trainer, TrainerState
     from transformers.trainer_callback import ExportableState
@@ -144,16 +143,12 @@ def _refuse(trainer: Trainer, state: Mapping[str, Any]) -> None:
         "auto_find_batch_size": args.auto_find_batch_size,
         "deepspeed": trainer.is_deepspeed_enabled,
         "ignore_data_skip": args.ignore_data_skip,
-        "fsdp (version 1)": trainer.is_fsdp_enabled and not _is_fsdp2(trainer),
+        "fsdp": trainer.is_fsdp_enabled,
+        "several ranks or devices": args.world_size > 1 or args.n_gpu > 1,
         "torch_xla": trainer.is_fsdp_xla_enabled,
     }
     if found := [name for name, is_used in unsupported.items() if is_used]:
         raise OptionError(f"a Trainer with {found[0]} cannot be made resumable")
-
-
-def _is_fsdp2(trainer: Trainer) -> bool:
-    plugin = trainer.accelerator.state.fsdp_plugin
-    return getattr(plugin, "fsdp_version", 1) == 2
 
 
 class _Resumable(Trainer):
@@ -260,14 +255,6 @@ class _Run:
         """Return a loader with the dataset and sampler of a prepared one, whose position is part
         of the state."""
         args = self._trainer.args
-        if (
-            isinstance(prepared, DataLoaderDispatcher)
-            and self._trainer.accelerator.num_processes > 1
-        ):
-            raise OptionError(
-                "batches that one rank makes for all ranks cannot be resumed",
-                hint='set accelerator_config={"dispatch_batches": False}, and shard the dataset',
-            )
         seed = args.seed if args.data_seed is None else args.data_seed
         self._batches = _Batches(ResumableLoader(_plain(prepared), seed=seed), args.device)
         # A generator of its own: each iterator draws a base seed, by default from the generator of
@@ -480,18 +467,14 @@ class _Batches(IterableDataset[Any]):
 
 
 def _plain(prepared: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader with the dataset and options of one that Accelerate has prepared, whose
-    batches are not divided among ranks yet."""
+    """Return a plain loader with the dataset and options of one that Accelerate has prepared."""
     options = {name: getattr(prepared, name) for name in _OPTIONS}
     dataset = prepared.dataset
     if isinstance(dataset, IterableDataset):
         return DataLoader(
             dataset, batch_size=prepared.batch_size, drop_last=prepared.drop_last, **options
         )
-    sampler = prepared.batch_sampler
-    if isinstance(sampler, BatchSamplerShard):
-        sampler = sampler.batch_sampler
-    return DataLoader(dataset, batch_sampler=sampler, **options)
+    return DataLoader(dataset, batch_sampler=prepared.batch_sampler, **options)
 
 
 def _as_it_is(batch: Any) -> Any:

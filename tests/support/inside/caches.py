@@ -12,7 +12,7 @@ from everstep.compress import sparse
 
 @pytest.fixture
 def fresh_caches() -> Iterator[None]:
-    """Nothing is known yet of the version of torch and of the kernels, nor is behind the test."""
+    """Clear cached checks of torch's version and of the kernels, before and after the test."""
     cached = everstep._check_torch, sparse._kernels_on
     for one in cached:
         one.cache_clear()

@@ -1,4 +1,4 @@
-"""The log in other tiers: whole steps or nothing, whatever fails; nothing behind the fence."""
+"""The log in other tiers: whole steps or nothing, whatever fails; nothing after the fence."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_the_next_segments_are_on_their_way(
 def test_segments_together_take_no_more_memory_than_one(
     batch_steps: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where steps are large: the one that is in use, and the one that is read."""
+    """Large steps: memory for the one in use and the one being read."""
     monkeypatch.setattr(log_reads, "_AHEAD_BYTES", 0)
     written(tmp_path, ring, batch_steps)
     most = noting(monkeypatch)

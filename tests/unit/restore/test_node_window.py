@@ -30,7 +30,7 @@ LONG_S, SHORT_S = TIMEOUT_S, 0.05
 def windows(
     count: int, *, wait_s: float = LONG_S, slots: int = 8, clock: Clock | None = None
 ) -> Iterator[list[NodeWindow]]:
-    """What each rank of a node has, all in this process; ``clock`` is that of the first."""
+    """Reads of each rank of a node, all in this process; ``clock`` is that of the first."""
     first = NodeWindow.create("start", count, clock or SystemClock(), wait_s, slots)
     about = "start", os.getpid(), first.fd
     made = [first]

@@ -204,7 +204,7 @@ def test_no_more_is_begun_than_the_limit(
 def test_one_step_is_read_while_another_is_in_use(
     kept: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where steps are large: the memory of two, whoever keeps the last one."""
+    """Large steps: memory for two, even if the caller keeps the last one."""
     monkeypatch.setattr(log_reads, "_AHEAD_BYTES", 0)
     records = written(tmp_path, ring, 100_000)
     step_bytes = sum(record.layout.size_bytes for record in records[4:])
