@@ -10,6 +10,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,8 +264,14 @@ def test_dropped_pages_are_not_in_the_cache(tmp_path: Path) -> None:
                 pytest.skip("this file system does not keep what was written")
         except OSError:
             pytest.skip("this file system does not tell what is cached")
-        drop_cache(tmp_path)
-        assert not cached()
+        # The kernel keeps a page that something else holds at this moment, for example while
+        # it moves memory together. Asked again, it lets go.
+        for _ in range(50):
+            drop_cache(tmp_path)
+            if not cached():
+                return
+            time.sleep(0.1)
+        pytest.fail("the pages of the file are still in the cache")
     finally:
         os.close(descriptor)
 
