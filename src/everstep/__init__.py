@@ -23,6 +23,7 @@ it in this list:
 ``trainer``       runs in the training process
 ``checkpointer``  the public object
 ``look``          reads a run without taking it over: ``load`` and ``peek``
+``convert``       a state in the formats of other programs
 ``data``          loaders whose position is part of the state
 ``workloads``     models that are trained in demos, tests and benchmarks
 ``testing``       a tier that fails, failpoints, a conformance suite

@@ -103,9 +103,16 @@ def long_functions(modules: list[Module]) -> Offenders:
     return found
 
 
+_OPTION = "Annotated["
+
+
 def _parameters(node: Function) -> int:
     names = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    count = len([name for name in names if name.arg not in ("self", "cls")])
+    # Typer reads the options of a command from its parameters; only typer passes them.
+    options = [
+        name for name in names if ast.unparse(name.annotation or name).startswith("Annotated[")
+    ]
+    count = len([name for name in names if name.arg not in ("self", "cls")]) - len(options)
     limit = MAX_CONSTRUCTOR_PARAMETERS if node.name == "__init__" else MAX_PARAMETERS
     return _above(count, limit)
 

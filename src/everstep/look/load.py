@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import PurePath
@@ -32,7 +32,7 @@ from everstep.run.folder import run_path
 from everstep.run.verify import describe_audit
 from everstep.seams import FileSystem, PosixFileSystem
 from everstep.seams.processes import available_cores
-from everstep.state.layout import OBJECT_PREFIX
+from everstep.state.layout import OBJECT_PREFIX, Entry
 from everstep.state.providers import ModuleProvider, OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
@@ -42,7 +42,7 @@ from everstep.tiers.files import TierFileSystem
 from everstep.tiers.options import UrlPath, is_url, open_tier
 
 _log = logging.getLogger("everstep")
-_TIMEOUT_S = 120.0
+TIMEOUT_S = 120.0
 _ATTEMPTS = 8
 _LISTED_MAX = 12
 
@@ -158,7 +158,7 @@ def load(
         step: step to load, of a base or of the log; None: the newest one, which ``resume()`` of the
             complete state would restore.
         only: tensors and components to load: a pattern (``"model/*"``, ``"*.bias"``, ``"epoch"``)
-            or several; None: all. Of a base of one rank nothing else is read.
+            or several; None: all. Of a base nothing else is read.
         into: objects to restore into, by name, as in the state of a
             :class:`~everstep.Checkpointer`: ``{"model": model}``. The run must have all of their
             tensors with the same names, shapes and dtypes, or nothing is modified; other contents
@@ -176,12 +176,22 @@ def load(
         UnsupportedStateError: replay of the log needs the training program.
         ForeignDirectoryError, StorageError
     """
-    patterns = _Patterns.of(only, into, step, map_location)
+    patterns = Patterns.of(only, into, step, map_location)
     state = None if into is None else State(into, rng=False)
     place = Place.of(path)
-    with _reading(place.run):
-        present, rebuilt, notes = _build(place, step, patterns.takes_tensor)
-        return _result(place, present, rebuilt, patterns, state, map_location, notes)
+    with reading_run(place.run), contextlib.closing(ChunkRing(CHUNKS, WRITERS)) as ring:
+        built = build(place, step, patterns.takes_tensor, ring)
+        if state is not None:
+            return built.restored_into(state, patterns)
+        tensors = built.rebuilt.state.tensors
+
+        def taken(entry: Entry) -> torch.Tensor:
+            # Popped: with map_location each tensor leaves host memory as soon as it is on the
+            # device.
+            tensor = tensors.pop(entry.name)
+            return tensor if map_location is None else tensor.to(map_location)
+
+        return built.loaded(patterns, taken)
 
 
 @named("peek")
@@ -202,7 +212,7 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
         OptionError, ForeignDirectoryError, StorageError
     """
     place = Place.of(path)
-    with _reading(place.run):
+    with reading_run(place.run):
         present, memory, problems = place.look()
         points = present.points(None)
         if points:
@@ -243,7 +253,7 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
     )
 
 
-class _Patterns:
+class Patterns:
     """Selection of entries and sections.
 
     Args:
@@ -262,7 +272,7 @@ class _Patterns:
         into: Mapping[str, Any] | None,
         step: int | None,
         map_location: str | torch.device | None,
-    ) -> _Patterns:
+    ) -> Patterns:
         """Validate the arguments of :func:`load`.
 
         Raises:
@@ -271,11 +281,7 @@ class _Patterns:
         if step is not None and (not is_int(step) or step < 0):
             raise OptionError(f"step must be a whole number, 0 or more, not {step!r}")
         patterns = (only,) if isinstance(only, str) else only
-        if patterns is not None and (
-            not isinstance(patterns, Sequence)
-            or not patterns
-            or not all(isinstance(one, str) and one for one in patterns)
-        ):
+        if patterns is not None and not _are_patterns(patterns):
             raise OptionError(
                 f"only must be a pattern or a list of patterns, not {only!r}",
                 hint='for example only="model/*"',
@@ -283,8 +289,7 @@ class _Patterns:
         if into is not None and map_location is not None:
             raise OptionError(
                 "map_location applies to returned tensors only: with into= values are copied to "
-                "the "
-                "devices of the objects"
+                "the devices of the objects"
             )
         if map_location is not None:
             try:
@@ -332,6 +337,14 @@ class _Patterns:
                 )
 
 
+def _are_patterns(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and bool(value)
+        and all(isinstance(one, str) and one for one in value)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Location of a run or of copies of it.
@@ -377,35 +390,149 @@ class Place:
         return "memory" if base in present.in_memory else self.source
 
 
-def _build(
-    place: Place, step: int | None, wanted: Callable[[str], bool]
-) -> tuple[RunView, Rebuilt, list[str]]:
+@dataclass(frozen=True, slots=True)
+class Built:
+    """State of a step, built from base and log.
+
+    Attributes:
+        place: location of the run.
+        present: view of the run.
+        rebuilder: builds states of the run.
+        rebuilt: the state, without the tensors of a base that were not wanted.
+        notes: remarks on its position in the history.
+        read: number of entries that were read and verified, and their bytes.
+    """
+
+    place: Place
+    present: RunView
+    rebuilder: Rebuilder
+    rebuilt: Rebuilt
+    notes: Sequence[str]
+    read: tuple[int, int]
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """Entries of the tensors, by each of their names."""
+        found = self.rebuilt.state
+        names = [*found.entries, *found.aliases]
+        entries = {name: found.entries.get(found.canonical(name)) for name in names}
+        return {name: entry for name, entry in entries.items() if entry is not None}
+
+    def restored_into(self, state: State, patterns: Patterns) -> Loaded:
+        """Restore the selected state into live objects.
+
+        Raises:
+            OptionError: a pattern matches nothing, or the objects need more than is selected.
+            MismatchError: names, shapes or dtypes differ; nothing was modified.
+        """
+        trees, names = self._trees(patterns)
+        _refuse_incomplete(state, names, patterns, self.rebuilt.step)
+        notes = restore_into(
+            state,
+            {part: tree for part, tree in trees.items() if part in state.providers},
+            self.entries,
+            self.rebuilt.state.tensors,
+            step=self.rebuilt.step,
+            takes=patterns.takes_tensor,
+        )
+        return self._report(set(state.providers), notes=notes)
+
+    def loaded(
+        self,
+        patterns: Patterns,
+        taken: Callable[[Entry], torch.Tensor],
+        entries: Mapping[str, Entry] | None = None,
+    ) -> Loaded:
+        """Return the selected state as tensors and objects.
+
+        Args:
+            patterns: selection.
+            taken: returns the tensor of an entry; called once for each.
+            entries: entries of the tensors, by each of their names; None: :attr:`entries`.
+
+        Raises:
+            OptionError: a pattern matches nothing.
+        """
+        trees, names = self._trees(patterns)
+        by_entry: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, entry in (self.entries if entries is None else entries).items():
+            if patterns.takes_tensor(name):
+                if entry.name not in by_entry:
+                    by_entry[entry.name] = taken(entry)
+                tensors[name] = by_entry[entry.name]
+        objects: dict[str, Any] = {}
+        for part, tree in trees.items():
+            objects |= _tree_of_section(part, tree, names[part], patterns, tensors)
+        parts = {part for part, used in names.items() if not tensors.keys().isdisjoint(used)}
+        return self._report(parts | objects.keys(), tensors, objects)
+
+    def _trees(self, patterns: Patterns) -> tuple[dict[str, Any], dict[str, list[str]]]:
+        """Return the trees of all sections, and the names of the tensors of each."""
+        objects = self.rebuilt.state.objects.items()
+        trees = {name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in objects}
+        names = {part: list(references(tree)) for part, tree in trees.items()}
+        every = [name for some in names.values() for name in some]
+        patterns.check(every, list(trees), self.rebuilt.step)
+        return trees, names
+
+    def _report(
+        self,
+        parts: Collection[str],
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        objects: Mapping[str, Any] | None = None,
+        notes: Sequence[str] = (),
+    ) -> Loaded:
+        rebuilt = self.rebuilt
+        own = [note for part, note in rebuilt.own.items() if part in parts]
+        inexact = rebuilt.inexact or next(iter(own), "")
+        return Loaded(
+            rebuilt.step,
+            not inexact,
+            evidence(
+                *self.read,
+                replayed=rebuilt.replayed,
+                audit="" if rebuilt.audit is None else describe_audit(rebuilt.audit),
+                inexact=inexact,
+            ),
+            self.place.source_of(self.present, rebuilt.base),
+            rebuilt.base.step,
+            rebuilt.replayed,
+            rebuilt.timeline,
+            tensors or {},
+            objects or {},
+            tuple(self.present.skipped),
+            tuple(dict.fromkeys((*self.notes, *notes, *own))),
+        )
+
+
+def build(place: Place, step: int | None, wanted: Callable[[str], bool], ring: ChunkRing) -> Built:
     """Build the state of a step, or the newest one.
 
     Raises:
         RecoveryError: as of :func:`load`.
     """
-    ring = ChunkRing(CHUNKS, WRITERS)
-    try:
-        # A running trainer may delete the chosen base. Look again, a limited number of times.
-        for left in reversed(range(_ATTEMPTS)):
-            present, memory, notes = place.look()
-            points = present.points(step)
-            if not points:
-                raise _nothing_error(place, present, memory)
-            lives = any(one.trainer is not None for one in memory.values())
-            threads = 1 if lives else len(available_cores())  # leave the other cores to the trainer
-            rebuilder = Rebuilder(present.filesystem, present.log, ring, _TIMEOUT_S, threads)
-            try:
-                rebuilt = present.restore(rebuilder, points, step, wanted)
-            except BaseDeletedError:
-                continue
-            # A running trainer may overwrite memory that is being read, which looks like damage.
-            if lives and present.damaged and rebuilt.step < points[0].step and left:
-                continue
-            return present, rebuilt, notes + _history_notes(present, rebuilt, step, points[0])
-    finally:
-        ring.close()
+    # A running trainer may delete the chosen base. Look again, a limited number of times.
+    for left in reversed(range(_ATTEMPTS)):
+        present, memory, notes = place.look()
+        points = present.points(step)
+        if not points:
+            raise _nothing_error(place, present, memory)
+        lives = any(one.trainer is not None for one in memory.values())
+        threads = 1 if lives else len(available_cores())  # leave the other cores to the trainer
+        rebuilder = Rebuilder(present.filesystem, present.log, ring, TIMEOUT_S, threads)
+        try:
+            rebuilt = present.restore(rebuilder, points, step, wanted)
+        except BaseDeletedError:
+            continue
+        # A running trainer may overwrite memory that is being read, which looks like damage.
+        if lives and present.damaged and rebuilt.step < points[0].step and left:
+            continue
+        notes += _history_notes(present, rebuilt, step, points[0])
+        state = rebuilt.state
+        sizes = [state.entries[name].size_bytes for name in state.tensors]
+        sizes += map(len, state.objects.values())
+        return Built(place, present, rebuilder, rebuilt, notes, (len(sizes), sum(sizes)))
     raise RecoveryError(
         "a process that works on this run keeps deleting the bases chosen here",
         path=place.run,
@@ -460,7 +587,7 @@ def _passed_over_note(present: RunView, base: BaseId) -> list[str]:
 
 
 @contextlib.contextmanager
-def _reading(run: PurePath) -> Iterator[None]:
+def reading_run(run: PurePath) -> Iterator[None]:
     """Convert operating system errors while a run is read into errors of everstep."""
     try:
         with storage_errors("read the run", run):
@@ -472,77 +599,8 @@ def _reading(run: PurePath) -> Iterator[None]:
         raise
 
 
-def _result(
-    place: Place,
-    present: RunView,
-    rebuilt: Rebuilt,
-    patterns: _Patterns,
-    state: State | None,
-    map_location: str | torch.device | None,
-    notes: list[str],
-) -> Loaded:
-    """Return the state as tensors and objects, or restore it into objects."""
-    found = rebuilt.state
-    trees = {n.removeprefix(OBJECT_PREFIX): decode(data) for n, data in found.objects.items()}
-    by_section = {part: list(references(tree)) for part, tree in trees.items()}
-    names = [*found.entries, *found.aliases]
-    patterns.check([n for part in by_section.values() for n in part], list(trees), rebuilt.step)
-    tensors: dict[str, torch.Tensor] = {}
-    objects: dict[str, Any] = {}
-    entries = {name: found.entries.get(found.aliases.get(name, name)) for name in names}
-    there = {name: entry for name, entry in entries.items() if entry is not None}
-    if state is not None:
-        _refuse_incomplete(state, by_section, patterns, rebuilt.step)
-        wanted = {part: tree for part, tree in trees.items() if part in state.providers}
-        notes += restore_into(
-            state,
-            wanted,
-            there,
-            found.tensors,
-            step=rebuilt.step,
-            takes=patterns.takes_tensor,
-        )
-    else:
-        moved: dict[str, torch.Tensor] = {}
-        for name, entry in there.items():
-            if not patterns.takes_tensor(name):
-                continue
-            if entry.name not in moved:
-                # Popped: with map_location each tensor leaves host memory as soon as it is on the
-                # device.
-                tensor = found.tensors.pop(entry.name)
-                moved[entry.name] = tensor if map_location is None else tensor.to(map_location)
-            tensors[name] = moved[entry.name]
-        for part, tree in trees.items():
-            objects |= _tree_of_section(part, tree, by_section[part], patterns, tensors)
-    audit = "" if rebuilt.audit is None else describe_audit(rebuilt.audit)
-    given = {*objects, *(() if state is None else state.providers)}
-    given |= {part for part, used in by_section.items() if not tensors.keys().isdisjoint(used)}
-    own = [note for part, note in rebuilt.own.items() if part in given]
-    inexact = rebuilt.inexact or next(iter(own), "")
-    return Loaded(
-        rebuilt.step,
-        not inexact,
-        evidence(
-            len(found.entries) + len(found.objects),
-            found.size_bytes,
-            replayed=rebuilt.replayed,
-            audit=audit,
-            inexact=inexact,
-        ),
-        place.source_of(present, rebuilt.base),
-        rebuilt.base.step,
-        rebuilt.replayed,
-        rebuilt.timeline,
-        tensors,
-        objects,
-        tuple(present.skipped),
-        tuple(dict.fromkeys((*notes, *own))),
-    )
-
-
 def _refuse_incomplete(
-    state: State, by_section: Mapping[str, Sequence[str]], patterns: _Patterns, step: int
+    state: State, by_section: Mapping[str, Sequence[str]], patterns: Patterns, step: int
 ) -> None:
     """Check that ``only`` selects everything that the objects of ``into`` need.
 
@@ -565,7 +623,7 @@ def _tree_of_section(
     part: str,
     tree: Any,
     names: Sequence[str],
-    patterns: _Patterns,
+    patterns: Patterns,
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Return a section by its name, as its ``state_dict()``; empty if it is not selected or

@@ -18,6 +18,8 @@ import torch
 
 import everstep
 from everstep.capture.lane import LiveBody
+from everstep.convert import export_state
+from everstep.convert.selection import tensors_in
 from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import (
@@ -209,6 +211,25 @@ def test_load_gives_the_tensors_of_all_ranks(
         assert torch.equal(tensor, model[name])
     assert found.state_dict("model").keys() == model.keys()
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("step", [3, 8])
+def test_export_joins_the_shards_of_all_ranks(
+    template: tuple[str, Path, Said], step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor by tensor from a base, from memory where the log is replayed."""
+    monkeypatch.setattr("everstep.convert.selection._GROUP_BYTES", 1)
+    _, run, _ = template
+    out = tmp_path / "state.pt"
+    done = export_state(run, out, "torch", step)
+    loaded = everstep.load(run, step)
+    assert (done.state.step, done.state.notes) == (step, loaded.notes)
+    written = torch.load(out, weights_only=False)
+    for part in ("model", "optimizer"):
+        expected = loaded.state_dict(part)
+        assert written[part].keys() == expected.keys()
+        pairs = zip(tensors_in(written[part]), tensors_in(expected), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 # --- Base A and the log give base B -------------------------------------------------------

@@ -10,7 +10,6 @@ import signal
 import stat
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,7 +269,7 @@ def test_dropped_pages_are_not_in_the_cache(tmp_path: Path) -> None:
             drop_cache(tmp_path)
             if not cached():
                 return
-            time.sleep(0.1)
+            threading.Event().wait(0.1)
         pytest.fail("the pages of the file are still in the cache")
     finally:
         os.close(descriptor)

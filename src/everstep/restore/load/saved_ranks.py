@@ -307,6 +307,10 @@ class SavedRanks:
         """Return the pieces of all tensors that any rank calls ``name``."""
         return self._pieces.get(name, ())
 
+    def own_pieces(self, rank: int) -> Sequence[Piece]:
+        """Return the tensors that only ``rank`` had."""
+        return self._own[rank]
+
     def _add(self, header: ShardHeader, rank: int) -> None:
         file = len(self.files)
         others: dict[str, list[str]] = {}

@@ -253,6 +253,7 @@ class JobState:
     def whole(self) -> tuple[OfflineState, dict[str, str]]:
         """Return the state that one process would restore (``docs/design/ranks.md``), and the
         sections left out, with descriptions: of rank-local state it has that of the first rank.
+        Of tensors that were not loaded it has only the entries.
 
         Raises:
             UnsupportedStateError: ranks had different parameters of one name.
@@ -288,29 +289,32 @@ class JobState:
                     unclear[canonical] = f"rank(s) {_text(ranks)} and {_text(taken[canonical])}"
                 if canonical in entries:
                     continue
-                entries[canonical], tensors[canonical] = self._gathered(pieces)
+                entries[canonical], tensor = self._gathered(pieces)
+                if tensor is not None:
+                    tensors[canonical] = tensor
         for name in owned_entries(trees, lambda name: aliases.get(name, name)):
             others = self._others(saved, name, taken.get(name))
             if others is not None:
                 unclear[name] = f"rank(s) {_text(taken.get(name))} and {others}"
         if unclear:
-            leaves = tuple(
-                (name, f"{who} had different ones") for name, who in sorted(unclear.items())
-            )
-            listed = "\n".join(f"  {name}: {why}" for name, why in leaves[:_LISTED])
-            raise UnsupportedStateError(
-                f"ranks had different parameters of one name, which a state of one process cannot "
-                f"hold:\n{listed}",
-                leaves=leaves,
-                step=self.step,
-                hint="resume(step=...) in a job of as many ranks restores it",
-            )
+            raise self._unclear_error(unclear)
         marker = replace(self.marker, rank=0, world=1, step=self.step, lsn=self.lsn)
         state = OfflineState(marker, entries, tensors, aliases, objects, shape="")
         return state, self._left_out(saved, givers)
 
-    def _gathered(self, pieces: Sequence[Piece]) -> tuple[Entry, torch.Tensor]:
-        """Return a complete tensor, and its entry."""
+    def _unclear_error(self, unclear: Mapping[str, str]) -> UnsupportedStateError:
+        leaves = tuple((name, f"{who} had different ones") for name, who in sorted(unclear.items()))
+        listed = "\n".join(f"  {name}: {why}" for name, why in leaves[:_LISTED])
+        return UnsupportedStateError(
+            f"ranks had different parameters of one name, which a state of one process cannot "
+            f"hold:\n{listed}",
+            leaves=leaves,
+            step=self.step,
+            hint="resume(step=...) in a job of as many ranks restores it",
+        )
+
+    def _gathered(self, pieces: Sequence[Piece]) -> tuple[Entry, torch.Tensor | None]:
+        """Return a complete tensor, None if it was not loaded, and its entry."""
         first = pieces[0].entry
         entry = Entry.whole(
             first.name,
@@ -320,7 +324,10 @@ class JobState:
             logical_dtype=first.logical_dtype,
         )
         if first.shape == first.global_shape:
-            return entry, self._holder(first).tensors[first.name]
+            return entry, self._holder(first).tensors.get(first.name)
+        filled = [piece.entry for piece in pieces if piece.box.size]
+        if not all(one.name in self._holder(one).tensors for one in filled):
+            return entry, None
         tensor = empty_like_entry(entry)
         box = Box((0,) * len(entry.shape), entry.shape)
         found, missing = fills(pieces, box, host_bytes(tensor))
@@ -336,7 +343,7 @@ class JobState:
         for piece in saved.all_pieces(name):
             if piece.entry.name == name:
                 found = versions.setdefault(piece.placement.ranks, {})
-                found[piece.box] = self._holder(piece.entry).digest_of(name)
+                found[piece.box] = self._digest_of(piece)
         mine = versions.get(ranks)
         return next((_text(of) for of, each in versions.items() if each != mine), None)
 
@@ -345,12 +352,12 @@ class JobState:
         rank."""
         found = dict[str, str]()
         for section, giver in givers.items():
-            mine = self._own(section, giver)
+            mine = self._own(saved, section, giver)
             lost = [
                 rank
                 for rank in saved.ranks
                 if OBJECT_PREFIX + section in self._ranks[rank].state.objects
-                and self._own(section, rank) != mine
+                and self._own(saved, section, rank) != mine
             ]
             if lost:
                 ranks = ", ".join(map(str, lost[:_LISTED])) + (", ..." if lost[_LISTED:] else "")
@@ -360,14 +367,19 @@ class JobState:
                 )
         return found
 
-    def _own(self, section: str, rank: int) -> dict[str, str]:
+    def _own(self, saved: SavedRanks, section: str, rank: int) -> dict[str, str]:
         """Return the digests of a section's rank-local state."""
-        one = self._ranks[rank]
-        found = {"": digest(one.state.objects[OBJECT_PREFIX + section])}
-        for name, entry in one.written.items():
-            if tensor_key(entry).ranks == (rank,) and name.startswith(f"{section}/"):
-                found[name] = self._holder(entry).digest_of(name)
+        found = {"": digest(self._ranks[rank].state.objects[OBJECT_PREFIX + section])}
+        for piece in saved.own_pieces(rank):
+            if piece.entry.name.startswith(f"{section}/"):
+                found[piece.entry.name] = self._digest_of(piece)
         return found
+
+    def _digest_of(self, piece: Piece) -> str:
+        """Return the digest of a piece now; that in its file if it was not loaded."""
+        holder = self._holder(piece.entry)
+        name = piece.entry.name
+        return holder.digest_of(name) if name in holder.tensors else piece.digest
 
     @property
     def _head(self) -> Marker | RecordHead:

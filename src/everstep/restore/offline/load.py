@@ -7,7 +7,7 @@ Plan of the tensors and objects of a job's base that are loaded for each of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,24 @@ class RankPlan:
     def name_of(self, name: str) -> str:
         """Return the name of an entry in this rank's own files and log."""
         return self.aliases.get(name, name)
+
+    def select(self, wanted: Callable[[str], bool] | None) -> None:
+        """Load only what is wanted under any of its names; None: everything."""
+        if wanted is None:
+            return
+        names = {name: [name] for name in self.mine}
+        for other, name in self.aliases.items():
+            names.get(name, []).append(other)
+        self.mine = [name for name, every in names.items() if any(map(wanted, every))]
+
+    def targets(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, Sequence[Piece], Box, memoryview]]:
+        """Yield name, pieces, box and memory of tensors to fill, as :func:`.fills_by_file` takes
+        them."""
+        for name, tensor in tensors.items():
+            entry, pieces = self.entries[name]
+            yield name, pieces, Box(entry.global_offset, entry.shape), host_bytes(tensor)
 
     @property
     def size_bytes(self) -> int:
@@ -156,8 +174,8 @@ def load_job(
         reads: how to read.
         trained: record of the base's timeline, which names the conditions of training.
         options: options of the replay.
-        wanted: predicate on names that selects tensors of a base of one rank; nothing can be
-            replayed on the others. None: all tensors.
+        wanted: predicate on names that selects tensors; nothing can be replayed on the others.
+            None: all tensors, as for multi-step bases in any case.
 
     Raises:
         DamageError, FormatError: the files are damaged or invalid.
@@ -178,7 +196,7 @@ def load_job(
         )
     with open_ranks(filesystem, base) as opened:
         if len(opened) > 1:
-            return _load_ranks(opened, reads, trained, options)
+            return _load_ranks(opened, reads, trained, options, wanted)
         found = read_rank_files(opened[0], reads, trained, options, wanted)
         state = found.memory.state
         return JobState(
@@ -191,35 +209,26 @@ def _load_ranks(
     reads: Reads,
     trained: TimelineRecord | None,
     options: ReplayOptions,
+    wanted: Callable[[str], bool] | None,
 ) -> JobState:
     saved = SavedRanks(opened)
+    # Completing a multi-step base replays updates of all its parameters.
+    if any(one.redo is not None for one in opened):
+        wanted = None
     owners: dict[TensorKey, int] = {}
     plans = [plan_rank(saved, rank, owners) for rank in saved.ranks]
+    for plan in plans:
+        plan.select(wanted)
     # Before anything is allocated: an overcommitted machine would kill a process instead.
     require_memory(opened[0], sum(plan.size_bytes for plan in plans))
     tensors = {
         plan.rank: {name: empty_like_entry(plan.entries[name][0]) for name in plan.mine}
         for plan in plans
     }
-    wanted: list[tuple[str, Sequence[Piece], Box, memoryview]] = []
-    for plan in plans:
-        for name, tensor in tensors[plan.rank].items():
-            entry, pieces = plan.entries[name]
-            box = Box(entry.global_offset, entry.shape)
-            wanted.append((name, pieces, box, host_bytes(tensor)))
-    fills = fills_by_file(saved, wanted)
-    doubt = ""
-    done: set[int] = set()
-    for one in opened:
-        # Parts of a multi-step base are of several updates: its pieces are taken from the
-        # completed files, one rank's at a time.
-        if one.redo is not None:
-            made = complete_rank_files(one, reads, trained)
-            mine = saved.files_of(one.marker.rank)
-            made.fill(fill for number in mine for fill in fills.get(number, ()))
-            doubt = doubt or made.doubt
-            done.update(mine)
-    _read_files(saved, fills, done, reads)
+    targets = (target for plan in plans for target in plan.targets(tensors[plan.rank]))
+    fills = fills_by_file(saved, targets)
+    done, doubt = _complete(saved, opened, fills, reads, trained)
+    _read_files(saved, fills, done, reads, completely=wanted is None)
     ranks: dict[int, RankReplay] = {}
     diverged: list[str] = []
     for one, plan in zip(opened, plans, strict=True):
@@ -228,6 +237,31 @@ def _load_ranks(
     exact = all(one.marker.exact for one in opened)
     marker = replace(opened[0].marker, exact=exact)
     return JobState(marker, ranks, Sharing(saved, owners, diverged), doubt)
+
+
+def _complete(
+    saved: SavedRanks,
+    opened: Sequence[OpenBase],
+    fills: Mapping[int, Sequence[Fill]],
+    reads: Reads,
+    trained: TimelineRecord | None,
+) -> tuple[set[int], str]:
+    """Take the pieces of a multi-step base, whose parts are of several updates, from the completed
+    files, one rank's at a time.
+
+    Returns:
+        The numbers of these files; and the reason why the state is inexact, "" if it is exact.
+    """
+    doubt = ""
+    done: set[int] = set()
+    for one in opened:
+        if one.redo is not None:
+            made = complete_rank_files(one, reads, trained)
+            mine = saved.files_of(one.marker.rank)
+            made.fill(fill for number in mine for fill in fills.get(number, ()))
+            doubt = doubt or made.doubt
+            done.update(mine)
+    return done, doubt
 
 
 def _rank_replay(
@@ -259,9 +293,12 @@ def _read_files(
     wanted: Mapping[int, Sequence[Fill]],
     done: Collection[int],
     reads: Reads,
+    *,
+    completely: bool,
 ) -> None:
-    """Read all files completely, except those already read."""
+    """Read the files that were not read already: completely, or what is wanted of them."""
     for number, shard in enumerate(saved.files):
-        if number not in done:
-            pieces = PieceReads(shard.header, wanted.get(number, ()))
-            reads.body(shard, sink=pieces.sink, on_entry=pieces.entry_done)
+        pieces = PieceReads(shard.header, wanted.get(number, ()))
+        if number not in done and (completely or pieces.wanted):
+            some = None if completely else pieces.wanted
+            reads.body(shard, sink=pieces.sink, wanted=some, on_entry=pieces.entry_done)

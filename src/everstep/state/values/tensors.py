@@ -106,12 +106,12 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-def empty_like_entry(entry: Entry) -> torch.Tensor:
-    """Return an uninitialised contiguous CPU tensor of the entry's dtype and shape."""
+def empty_like_entry(entry: Entry, device: str = "cpu") -> torch.Tensor:
+    """Return an uninitialised contiguous tensor of the entry's dtype and shape."""
     if entry.logical_dtype is not None:
         logical = {str(d).removeprefix("torch."): d for d in _COMPLEX_AS_REAL}
-        return torch.empty(entry.shape[:-1], dtype=logical[entry.logical_dtype], device="cpu")
-    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
+        return torch.empty(entry.shape[:-1], dtype=logical[entry.logical_dtype], device=device)
+    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
