@@ -20,10 +20,10 @@ it in this list:
 ``restore``       restores a state: resume, replay, copies from elsewhere
 ``plan``          cost models, intervals, capture plans
 ``keeper``        runs in the keeper process
-``trainer``       runs in the training process
-``checkpointer``  the public object
 ``look``          reads a run without taking it over: ``load`` and ``peek``
 ``convert``       a state in the formats of other programs
+``trainer``       runs in the training process
+``checkpointer``  the public object
 ``data``          loaders whose position is part of the state
 ``workloads``     models that are trained in demos, tests and benchmarks
 ``testing``       a tier that fails, failpoints, a conformance suite

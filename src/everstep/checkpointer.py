@@ -16,7 +16,7 @@ from typing import Any
 from everstep.config import Every, FailurePolicy, KeeperOptions, named
 from everstep.config.method import Method
 from everstep.config.options import Budget, LogOptions, Preemption, validate_options
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, OptionError
 from everstep.link import Save
 from everstep.restore.start import Recovery
 from everstep.run.folder import run_path
@@ -166,7 +166,14 @@ class Checkpointer:
 
     @named("resume", strict=bool)
     @exclusive("resume")
-    def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
+    def resume(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        initial: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        only: Sequence[str] | None = None,
+    ) -> Recovery:
         """Restore the newest intact base, replay the log after it, and take over the run.
 
         Every byte of a base is verified; a damaged base is skipped in favor of the previous one.
@@ -179,6 +186,11 @@ class Checkpointer:
                 from scratch.
             strict: refuse a base whose names, shapes or dtypes differ from the live state. With
                 False, load the matching entries and report the differences.
+            initial: weights to begin with if the run has nothing to restore: a file of
+                ``torch.save`` or safetensors, a Hugging Face folder, a folder of
+                ``torch.distributed.checkpoint``, another run, or a state dict. With ``strict``,
+                missing, unexpected and misshapen tensors are refused.
+            only: parts of the state to take from ``initial``; None: all that both have.
 
         Returns:
             The step that training continues from, and how it was reached.
@@ -191,7 +203,15 @@ class Checkpointer:
         """
         self._check_open()
         check_resume(step)
-        return self._session.resume(step, strict=strict)
+        begin = None
+        if initial is not None:
+            # Imported when it is used: it takes all of torch.distributed.checkpoint.
+            from everstep.convert.initial import InitialState
+
+            begin = InitialState(initial, only)
+        elif only is not None:
+            raise OptionError("resume(only=...) selects parts of initial=, which is not given")
+        return self._session.resume(step, strict=strict, initial=begin)
 
     @named("rewind", step=int)
     def rewind(self, step: int) -> Recovery:

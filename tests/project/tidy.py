@@ -52,10 +52,10 @@ ORDER = (
     "restore",
     "plan",
     "keeper",
-    "trainer",
-    "checkpointer",
     "look",
     "convert",
+    "trainer",
+    "checkpointer",
     "data",
     "",  # `import everstep` itself: what users see
     "integrations",

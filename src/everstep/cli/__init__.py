@@ -3,7 +3,8 @@
 ``ls``, ``inspect``, ``verify``, ``du``  read a run and never write into it
 ``rm``          deletes one base
 ``restore``     writes the state of any logged step into a new run
-``export``      writes the state of a step for other programs
+``export``      writes the state of a step for other programs; in the same module ``import`` makes a
+                run of what they have written
 ``ps``          lists the keeper processes of this user; in the same module ``stop`` ends them
 ``doctor``      checks this machine
 ``plan``        computes intervals and schedules from models, without measurements
@@ -37,7 +38,7 @@ from everstep.cli.common.errors import EXIT_STATUS, EverstepGroup, ExitCode, Jso
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
 from everstep.cli.du import du
-from everstep.cli.export import export
+from everstep.cli.export import export, import_
 from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
 from everstep.cli.plan.interval import app as _plan
@@ -129,6 +130,7 @@ def _add_missing(app: typer.Typer, name: str, summary: str, why: str) -> None:
 
 for _verb in (ls, inspect, verify, restore, export, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
+app.command("import")(import_)
 app.add_typer(_plan, name="plan")
 add_plugged_in(app)
 

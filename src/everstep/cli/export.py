@@ -1,8 +1,12 @@
-"""``everstep export``: write the state of a step for other programs."""
+"""``everstep export``: write the state of a step for other programs.
+
+``everstep import``: make a run of a state that another program has written.
+"""
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +23,9 @@ from everstep.cli.common.output import (
     say,
 )
 from everstep.cli.common.runs import RUN_ARGUMENT, absolute
+from everstep.cli.restore import new_folder, write_run
 from everstep.errors import OptionError
+from everstep.seams import PosixFileSystem
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +90,60 @@ def export(
         emit(_document(done, to.value) | {"seconds": time.monotonic() - start_s})
     else:
         _show(done)
+
+
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="File or folder.", show_default=False)
+    ],
+    to: Annotated[
+        str, typer.Option(metavar="RUN", help="Run folder to create.", show_default=False)
+    ],
+    part: Annotated[
+        str, typer.Option("--as", help="Name of the model in the state, if SRC has only a model.")
+    ] = "model",
+    step: Annotated[int, typer.Option(min=0, help="Number of the step.")] = 0,
+    json_output: JsonFlag = False,
+) -> None:
+    """Makes a run of a state that another program has written.
+
+    SRC: a file of torch.save or safetensors, a Hugging Face folder, or a folder of
+    torch.distributed.checkpoint. The run has one base. everstep.load(RUN) reads it, and
+    resume(initial=RUN) begins another run with it. The state of an optimizer names no parameters
+    and is left out; resume(initial=SRC) loads that, too.
+    """
+    from everstep.convert.importing import import_state
+    from everstep.convert.sources import open_source
+    from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
+
+    folder = new_folder(to)
+    opened = open_source(Path(absolute(source)))
+    made = import_state(opened, part=part, step=step)
+    with closing(ChunkRing(CHUNKS, WRITERS)) as ring:
+        run = write_run(PosixFileSystem(), folder, made.rebuilt, ring)
+    state = made.rebuilt.state
+    if json_output:
+        emit(
+            {
+                "source": opened.path,
+                "kind": opened.kind,
+                "path": folder,
+                "run": run,
+                "step": step,
+                "parts": made.parts,
+                "left_out": [{"part": name, "reason": why} for name, why in made.left_out],
+                "tensors": len(state.entries),
+                "size_bytes": state.size_bytes,
+            }
+        )
+        return
+    show = console()
+    parts = ", ".join(made.parts)
+    tensors = count_of(len(state.entries), "tensor")
+    say(show, f"{opened.kind}: {parts}: {tensors}, {in_words(state.size_bytes)}")
+    for name, why in made.left_out:
+        say(show, f"{name!r} is left out: {why}", "yellow")
+    say(show, f"written to {folder}")
 
 
 def _document(done: Exported, to: str) -> dict[str, Any]:

@@ -138,13 +138,24 @@ def check_out(out: str, inventory: Inventory) -> PurePath:
         OptionError: it is not empty, or cannot hold a run.
         PermissionDeniedError, StorageError: it cannot be examined.
     """
-    if not out or "://" in out:
-        raise OptionError(f"--out {out!r} is no folder", hint="a directory on this machine")
-    folder = absolute(out, real=True)
+    folder = new_folder(out)
     run = PurePath(os.path.realpath(inventory.path))
     if run == folder or run in folder.parents:
         hint = "choose a folder outside of the run"
         raise OptionError(f"{folder} lies in the run itself", path=folder, hint=hint)
+    return folder
+
+
+def new_folder(out: str) -> PurePath:
+    """Return a folder in which nothing is yet.
+
+    Raises:
+        OptionError: it is not empty, or cannot hold a run.
+        PermissionDeniedError, StorageError: it cannot be examined.
+    """
+    if not out or "://" in out:
+        raise OptionError(f"{out!r} is no folder", hint="a directory on this machine")
+    folder = absolute(out, real=True)
     if (kind := kind_of(folder)) is not None:
         if kind != "directory":
             hint = "choose a folder that is not there yet"

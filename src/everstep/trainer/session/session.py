@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.commit import BaseId
 from everstep.config import Options
@@ -42,6 +42,9 @@ from everstep.trainer.session.start import RunStarter
 from everstep.trainer.session.state_watch import Position, StateWatch
 from everstep.trainer.session.stats import Stats, stats_of
 from everstep.trainer.session.step_consensus import StepConsensus
+
+if TYPE_CHECKING:
+    from everstep.convert.initial import InitialState
 
 _log = logging.getLogger("everstep")
 
@@ -99,7 +102,9 @@ class Session:
 
     # --- The beginning ------------------------------------------------------------------
 
-    def resume(self, step: int | None, *, strict: bool) -> Recovery:
+    def resume(
+        self, step: int | None, *, strict: bool, initial: InitialState | None = None
+    ) -> Recovery:
         """Restore a state, and open a timeline for it."""
         parts = self.parts
         for participant in parts.participants:
@@ -116,6 +121,10 @@ class Session:
         own = self.at.timeline > 0
         trained = own and self.watch.has_moved()
         resumed, only_in_memory = self.starter.resume(step, strict=strict, own=own, trained=trained)
+        begun = None
+        if initial is not None and resumed.base is None:
+            # Before anything is compared with the state that training begins with.
+            begun = initial.load(parts.state, strict=strict)
         parts.updates.restored(resumed.lsn)
         self.at.step = resumed.step
         surveys = parts.reads_marks or only_in_memory
@@ -131,7 +140,8 @@ class Session:
         for participant in parts.participants:
             participant.restored(restored)
         seconds = self._clock.monotonic_s() - start_s
-        return describe(resumed, seconds, has_data=parts.state.has_data(resumed.base is None))
+        found = describe(resumed, seconds, has_data=parts.state.has_data(resumed.base is None))
+        return found if begun is None else begun.told(found)
 
     def _start_timeline(
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
