@@ -18,6 +18,9 @@ METHODS = ("lazy", "logged")
         ("accelerated", {"WORKERS": "0"}, (3, 17)),
         ("accelerated", {"WORKERS": "2"}, (12, 13)),
         ("lightning_fit", {}, (7, 38)),
+        ("lightning_callback", {"WORKERS": "2"}, (7, 20)),
+        ("lightning_callback", {"ACCUMULATE": "2", "MAX_STEPS": "25"}, (5, 20)),
+        ("lightning_callback", {"LIMIT": "0.75"}, (15, 38)),
         ("peft_lora", {}, (8, 13)),
         ("trainer", {}, (7, 20)),
         ("trainer_resumable", {}, (7, 24)),
@@ -35,6 +38,19 @@ def test_killed_training_ends_in_the_same_bits(
     assert killed.recoveries[-1]["step"] > 0
     if method == "logged":  # the keeper has the log: no step is lost
         assert [r["step"] for r in killed.recoveries] == [0, *kill_at]
+    assert killed.steps == whole.steps
+    assert killed.final == whole.final
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_manual_optimization_of_two_optimizers(method: str, tmp_path: Path) -> None:
+    """Lightning counts two steps where everstep counts one."""
+    env = {"MANUAL": "1", "METHOD": method}
+    whole = train("lightning_callback", tmp_path / "whole", env=env)
+    killed = train("lightning_callback", tmp_path / "killed", (14, 40), env)
+    assert [r["exact"] for r in killed.recoveries] == [True] * 3
+    if method == "logged":
+        assert [r["step"] for r in killed.recoveries] == [0, 7, 20]
     assert killed.steps == whole.steps
     assert killed.final == whole.final
 

@@ -1,5 +1,6 @@
 """Everstep in the Trainers of other libraries: one module for each of them.
 
+``lightning``       Lightning's Trainer
 ``transformers``    Hugging Face's Trainer
 
 Each module imports the library that it is named after, so it is imported by its own name only.

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 
-def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "everstep.integrations.transformers", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'everstep\[transformers\]'"):
-        importlib.import_module("everstep.integrations.transformers")
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_the_extra_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"everstep.integrations.{library}", raising=False)
+    with pytest.raises(ImportError, match=rf"pip install 'everstep\[{library}\]'"):
+        importlib.import_module(f"everstep.integrations.{library}")
