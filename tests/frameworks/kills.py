@@ -43,7 +43,11 @@ class Trained:
 
 
 def train(
-    program: str, folder: Path, kill_at: Sequence[int] = (), env: Mapping[str, str] | None = None
+    program: str,
+    folder: Path,
+    kill_at: Sequence[int] = (),
+    env: Mapping[str, str] | None = None,
+    ranks: int = 1,
 ) -> Trained:
     """Run ``programs/<program>.py`` to its end, killing it after each of the steps ``kill_at``.
 
@@ -53,10 +57,12 @@ def train(
         kill_at: numbers of steps, ascending: the n-th start is killed once it has recorded the
             n-th of these; the last start is left alone.
         env: further environment variables of the program.
+        ranks: number of processes that torchrun starts; rank 0 is killed, and torchrun ends the
+            others.
     """
     for number in kill_at:
-        _start(program, folder, env, kill_at=number)
-    output = _start(program, folder, env, kill_at=None)
+        _start(program, folder, env, ranks, kill_at=number)
+    output = _start(program, folder, env, ranks, kill_at=None)
     trained = Trained(output=output)
     for line in (folder / "out" / "record.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -69,7 +75,13 @@ def train(
     return trained
 
 
-def _start(program: str, folder: Path, env: Mapping[str, str] | None, kill_at: int | None) -> str:
+def _start(
+    program: str,
+    folder: Path,
+    env: Mapping[str, str] | None,
+    ranks: int,
+    kill_at: int | None,
+) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     variables = {
         **os.environ,
@@ -80,8 +92,13 @@ def _start(program: str, folder: Path, env: Mapping[str, str] | None, kill_at: i
         "KILL_AT": "" if kill_at is None else str(kill_at),
         **(env or {}),
     }
+    command = ["-W", "ignore::DeprecationWarning", str(PROGRAMS / f"{program}.py")]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*launcher, command[-1]]
+        variables |= {"OMP_NUM_THREADS": "1"}
     process = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", str(PROGRAMS / f"{program}.py")],
+        [sys.executable, *command],
         cwd=folder,
         env=variables,
         stdout=subprocess.PIPE,
@@ -90,6 +107,7 @@ def _start(program: str, folder: Path, env: Mapping[str, str] | None, kill_at: i
         timeout=_TIMEOUT_S,
         check=False,
     )
-    expected = 0 if kill_at is None else -signal.SIGKILL
+    killed = -signal.SIGKILL if ranks == 1 else 1  # torchrun's own status
+    expected = 0 if kill_at is None else killed
     assert process.returncode == expected, process.stdout[-4000:]
     return process.stdout

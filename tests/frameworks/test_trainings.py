@@ -17,6 +17,8 @@ METHODS = ("lazy", "logged")
     [
         ("accelerated", {"WORKERS": "0"}, (3, 17)),
         ("accelerated", {"WORKERS": "2"}, (12, 13)),
+        ("accelerate_resumable", {}, (7, 22)),
+        ("accelerate_resumable", {"WORKERS": "2"}, (11, 24)),
         ("lightning_fit", {}, (7, 38)),
         ("lightning_callback", {"WORKERS": "2"}, (7, 20)),
         ("lightning_callback", {"ACCUMULATE": "2", "MAX_STEPS": "25"}, (5, 20)),
@@ -38,6 +40,17 @@ def test_killed_training_ends_in_the_same_bits(
     assert killed.recoveries[-1]["step"] > 0
     if method == "logged":  # the keeper has the log: no step is lost
         assert [r["step"] for r in killed.recoveries] == [0, *kill_at]
+    assert killed.steps == whole.steps
+    assert killed.final == whole.final
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_are_killed(method: str, tmp_path: Path) -> None:
+    env = {"METHOD": method}
+    whole = train("accelerate_resumable", tmp_path / "whole", env=env, ranks=2)
+    killed = train("accelerate_resumable", tmp_path / "killed", (4, 12), env, ranks=2)
+    assert [r["exact"] for r in killed.recoveries] == [True] * 3
+    assert killed.recoveries[-1]["step"] > 0
     assert killed.steps == whole.steps
     assert killed.final == whole.final
 

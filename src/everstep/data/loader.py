@@ -78,9 +78,9 @@ class ResumableLoader:
     with the epoch of the loader. The output of any other sampler is divided among the ranks here,
     in turn, as a ``DistributedSampler`` does: the last round is filled up from the front of the
     epoch's order, or dropped with ``drop_last``. A sampler that divides by itself is detected by an
-    attribute ``num_replicas``, ``world_size`` or ``rank``. If another number of ranks continues in
-    mid-epoch, the samples that no rank has had are divided again. Of an iterable dataset each rank
-    gets its full output.
+    attribute ``num_replicas``, ``world_size``, ``num_processes`` or ``rank``. If another number of
+    ranks continues in mid-epoch, the samples that no rank has had are divided again. Of an iterable
+    dataset each rank gets its full output.
 
     Args:
         source: a ``DataLoader``; or an iterable that can be iterated again; or a function that

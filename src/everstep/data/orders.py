@@ -197,7 +197,12 @@ def _seed(generator: Any, seed: int) -> None:
         generator.seed(seed)
 
 
-_SHARDED = ("num_replicas", "world_size", "rank")  # attributes of samplers that divide by ranks
+_SHARDED = (
+    "num_replicas",
+    "world_size",
+    "num_processes",
+    "rank",
+)  # attributes of samplers that divide by ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Everstep in the Trainers of other libraries: one module for each of them.
 
+``accelerate``      loops over objects that an Accelerator has prepared
 ``lightning``       Lightning's Trainer
 ``transformers``    Hugging Face's Trainer
 
