@@ -46,6 +46,7 @@ class World:
         self.fs.make_dir(RUN.parent)
         self.keep = keep
         self.actors: list[tuple[everstep.Checkpointer, dict[str, int]] | None] = [None] * ACTORS
+        self.crashed: list[everstep.Checkpointer] = []
         self.resumed = [False] * ACTORS
         self.history: list[tuple[int, int]] = []
         self.owner: int | None = None
@@ -119,6 +120,7 @@ class World:
             # All that would outlive it in this process.
             inspect(found[0]).ring.close()
             inspect(found[0]).part(FirstBatches).close()
+            self.crashed.append(found[0])
         self.actors[number] = None
         self.resumed[number] = False
 
@@ -135,6 +137,9 @@ class World:
             if found is not None:
                 with contextlib.suppress(FencedError):
                     found[0].close()
+        for ckpt in self.crashed:  # or their keeper threads would hold all memory to the end
+            with contextlib.suppress(everstep.EverstepError):
+                ckpt.close()
 
 
 def play(keep: int, script: list[tuple[str, int, int]]) -> None:
