@@ -1,6 +1,7 @@
 """The command ``everstep``: one module per verb, or per pair of verbs with one subject.
 
 ``ls``, ``inspect``, ``verify``, ``du``  read a run and never write into it
+``diff``        compares the states of two steps
 ``rm``          deletes one base
 ``restore``     writes the state of any logged step into a new run
 ``export``      writes the state of a step for other programs; in the same module ``import`` makes a
@@ -36,6 +37,7 @@ import typer
 
 from everstep.cli.common.errors import EXIT_STATUS, EverstepGroup, ExitCode, JsonFlag
 from everstep.cli.demo import demo
+from everstep.cli.diff import diff
 from everstep.cli.doctor import doctor
 from everstep.cli.du import du
 from everstep.cli.export import export, import_
@@ -128,7 +130,7 @@ def _add_missing(app: typer.Typer, name: str, summary: str, why: str) -> None:
         )
 
 
-for _verb in (ls, inspect, verify, restore, export, rm, du, ps, stop, doctor, demo):
+for _verb in (ls, inspect, verify, diff, restore, export, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
 app.command("import")(import_)
 app.add_typer(_plan, name="plan")

@@ -3,6 +3,8 @@
 Runs in any process beside a running trainer, and writes nothing. Read in this order:
 
 ``load``           the two public functions
+``open_state``     a state whose tensors are read when they are needed
+``differences``    compare two of them
 ``run_view``       the states that exist now, in order of preference
 ``keeper_memory``  bases and logs in the memory of keepers on this machine
 """

@@ -515,7 +515,7 @@ def build(place: Place, step: int | None, wanted: Callable[[str], bool], ring: C
     # A running trainer may delete the chosen base. Look again, a limited number of times.
     for left in reversed(range(_ATTEMPTS)):
         present, memory, notes = place.look()
-        points = present.points(step)
+        points = present.points(step) if present.is_there else []
         if not points:
             raise _nothing_error(place, present, memory)
         lives = any(one.trainer is not None for one in memory.values())
