@@ -35,6 +35,7 @@ from everstep.trainer.session.calls import (
     exclusive,
     refuse_pickling,
 )
+from everstep.trainer.session.configured import arguments_of
 from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
 from everstep.trainer.session.session import Session
 from everstep.trainer.session.stats import Stats
@@ -152,6 +153,28 @@ class Checkpointer:
         # Last: a constructor that fails leaves no Checkpointer that could be closed or used.
         self._session = Session(options, place, saved, ending, self._calls)
         _live[self._live_key] = self
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], state: MutableMapping[str, Any], **options: Any
+    ) -> Checkpointer:
+        """Create a Checkpointer from a configuration, as of YAML, OmegaConf or Hydra.
+
+        Args:
+            config: arguments of the constructor by name, ``path`` among them. ``method``,
+                ``every``, ``budget``, ``keeper``, ``log`` and ``preempt`` may be mappings of the
+                fields of their classes, and each item of ``tiers``: ``{"where": "s3://..."}`` or
+                ``{"peer": {}}``. ``EVERSTEP_DIR``, ``EVERSTEP_METHOD``, ``EVERSTEP_EVERY`` and
+                ``EVERSTEP_KEEP`` in the environment replace ``path``, ``method``, ``every`` and
+                ``keep``.
+            state: as of the constructor.
+            options: arguments that replace those of the configuration and the environment.
+
+        Raises:
+            OptionError: An unknown or invalid option, or no path; otherwise as the constructor.
+        """
+        given = {**arguments_of(config), **options}
+        return cls(given.pop("path"), state, **given)
 
     __reduce__ = refuse_pickling
 
