@@ -28,6 +28,7 @@ from everstep.tiers import PeerOptions, TierOptions
 from everstep.trainer.job import RunPlace
 from everstep.trainer.session.calls import (
     CallGuard,
+    arguments_of,
     check_platform,
     check_resume,
     check_timeout,
@@ -35,7 +36,6 @@ from everstep.trainer.session.calls import (
     exclusive,
     refuse_pickling,
 )
-from everstep.trainer.session.configured import arguments_of
 from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
 from everstep.trainer.session.session import Session
 from everstep.trainer.session.stats import Stats

@@ -15,7 +15,7 @@ from everstep.errors import OptionError
 from everstep.options import Every, LogOptions, Preemption
 from everstep.testing import inspect
 from everstep.tiers import PeerOptions, TierOptions
-from everstep.trainer.session.configured import arguments_of
+from everstep.trainer.session.calls import arguments_of
 
 
 def state() -> dict[str, Any]:
