@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +50,44 @@ def test_no_installed_torch_is_ever_replaced(project: dict[str, object]) -> None
 def test_there_is_a_command(project: dict[str, object]) -> None:
     assert project["scripts"] == {"everstep": "everstep.cli:main"}
     assert (Path(everstep.__file__).parent / "py.typed").is_file()
+
+
+def test_wheel_and_sdist(tmp_path: Path) -> None:
+    """What is built has all modules, the command and the license, and is imported from anywhere."""
+    build = "import sys; from hatchling.build import build_sdist, build_wheel; "
+    build += "print(build_wheel(sys.argv[1])); print(build_sdist(sys.argv[1]))"
+    names = run_python(build, tmp_path, cwd=ROOT).split()
+    with zipfile.ZipFile(tmp_path / names[0]) as wheel:
+        files = set(wheel.namelist())
+        wheel.extractall(tmp_path / "site")
+    sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
+    assert sources <= files
+    assert "everstep/py.typed" in files
+    about = f"everstep-{everstep.__version__}.dist-info"
+    assert f"{about}/licenses/LICENSE" in files
+    assert "everstep = everstep.cli:main" in (
+        tmp_path / "site" / about / "entry_points.txt"
+    ).read_text(encoding="utf-8")
+    with tarfile.open(tmp_path / names[1]) as sdist:
+        inside = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {f"src/{name}" for name in sources} <= inside
+    assert {"pyproject.toml", "README.md", "LICENSE", "examples/lightning_trainer.py"} <= inside
+    where = run_python("import everstep; print(everstep.__file__)", cwd=tmp_path / "site")
+    assert Path(where.strip()).is_relative_to(tmp_path)
+
+
+def run_python(program: str, *arguments: Path, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": "."}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_extras_of_earlier_versions_are_kept(project: dict[str, Any]) -> None:
+    assert project["optional-dependencies"]["s3"] == ["everstep[cloud]"]
 
 
 def test_what_is_checked_elsewhere_is_what_is_checked_here() -> None:

@@ -63,7 +63,6 @@ app = typer.Typer(
     cls=EverstepGroup,
     name="everstep",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -91,7 +90,7 @@ def _root(
 
 def add_plugged_in(app: typer.Typer) -> None:
     """Add the verbs of installed distributions, and a stand-in for each missing one of ours."""
-    own = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    own = {command.name for command in app.registered_commands if command.name}
     own |= {group.name for group in app.registered_groups if group.name}
     # The verbs of everstep itself cannot be replaced.
     found = {
@@ -130,9 +129,23 @@ def _add_missing(app: typer.Typer, name: str, summary: str, why: str) -> None:
         )
 
 
-for _verb in (ls, inspect, verify, diff, restore, export, rm, du, ps, stop, doctor, demo):
-    app.command()(_verb)
-app.command("import")(import_)
+_VERBS = {
+    "ls": ls,
+    "inspect": inspect,
+    "verify": verify,
+    "diff": diff,
+    "restore": restore,
+    "export": export,
+    "import": import_,
+    "rm": rm,
+    "du": du,
+    "ps": ps,
+    "stop": stop,
+    "doctor": doctor,
+    "demo": demo,
+}
+for _name, _verb in _VERBS.items():
+    app.command(_name)(_verb)
 app.add_typer(_plan, name="plan")
 add_plugged_in(app)
 

@@ -428,7 +428,7 @@ def _library() -> Any:
     except ImportError:
         raise UnavailableError(
             "object stores need obstore, which is not installed",
-            hint="pip install 'everstep[s3]'",
+            hint="pip install 'everstep[cloud]'",
         ) from None
 
 

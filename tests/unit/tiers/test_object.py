@@ -351,7 +351,7 @@ def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(object_module.importlib, "import_module", missing)
     with pytest.raises(UnavailableError, match="obstore") as caught:
         ObjectTier("s3://b/x")
-    assert "everstep[s3]" in str(caught.value)
+    assert "everstep[cloud]" in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/prefix", "az://container/prefix"])

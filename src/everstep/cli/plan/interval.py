@@ -26,7 +26,7 @@ app = typer.Typer(
     name="plan",
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="What to choose, before anything runs: models, no measurements.",
+    help="Computes intervals, parts and schedules from models, before anything runs.",
 )
 
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 1 / 2**0.5, 1, 2**0.5, 2, 4, 8)
