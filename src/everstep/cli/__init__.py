@@ -30,6 +30,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
@@ -90,7 +91,7 @@ def _root(
 
 def add_plugged_in(app: typer.Typer) -> None:
     """Add the verbs of installed distributions, and a stand-in for each missing one of ours."""
-    own = {command.name for command in app.registered_commands if command.name}
+    own = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback}
     own |= {group.name for group in app.registered_groups if group.name}
     # The verbs of everstep itself cannot be replaced.
     found = {
@@ -129,7 +130,7 @@ def _add_missing(app: typer.Typer, name: str, summary: str, why: str) -> None:
         )
 
 
-_VERBS = {
+_VERBS: dict[str, Callable[..., None]] = {
     "ls": ls,
     "inspect": inspect,
     "verify": verify,
