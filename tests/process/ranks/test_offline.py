@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import everstep
 from everstep.capture.lane import LiveBody
-from everstep.convert import export_state
+from everstep.convert import ExportOptions, export_state
 from everstep.convert.selection import tensors_in
 from everstep.format.header import BasePlan, ShardIdentity, plan_files
 from everstep.format.log import LogRecord, record_digest
@@ -230,6 +231,54 @@ def test_export_joins_the_shards_of_all_ranks(
         assert written[part].keys() == expected.keys()
         pairs = zip(tensors_in(written[part]), tensors_in(expected), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
+
+
+BEGINNING = """
+import json, os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+import everstep
+from tests.support.ranks.parallel import MORE
+
+run, meet, layout, rank, world, source = sys.argv[1:]
+rank, world = int(rank), int(world)
+dist.init_process_group(
+    "gloo", init_method=f"file://{meet}", rank=rank, world_size=world,
+    timeout=timedelta(seconds=200),
+)
+torch.manual_seed(77)
+training = MORE[layout].build(rank, world)
+with everstep.Checkpointer(run, training.values, progress_timeout_s=100.0) as ckpt:
+    recovery = ckpt.resume(initial=source, only=["model"])
+    said = {"exact": recovery.exact, "notes": recovery.notes, "whole": training.whole()}
+    os.write(1, (json.dumps(said) + "\\n").encode())
+    training.step()
+    ckpt.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.thinned(3)
+def test_several_ranks_begin_with_exported_weights(
+    template: tuple[str, Path, Said], tmp_path: Path
+) -> None:
+    """Shards of other ranks are taken from the one file."""
+    layout, run, said = template
+    source = tmp_path / "model.safetensors"
+    export_state(run, source, "safetensors", LAST, ExportOptions(only=["model"]))
+    about = (str(tmp_path / "new"), str(tmp_path / "meet"), layout)
+    ranks = [start_trainer(BEGINNING, *about, str(n), "2", str(source)) for n in range(2)]
+    ended = [finish_trainer(one, _HANGS_S) for one in ranks]
+    end_keepers(tmp_path)
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    expected = whole_of(said, LAST)
+    names = [f"stage 0/{name}" for name in load_file(source) if f"stage 0/{name}" in expected]
+    assert len(names) > 3
+    for _, out, _ in ended:
+        found = json.loads(whole_lines(out)[0])
+        assert found["exact"]
+        assert str(source) in found["notes"][0]
+        assert [found["whole"][name] for name in names] == [expected[name] for name in names]
 
 
 # --- Base A and the log give base B -------------------------------------------------------
