@@ -108,7 +108,7 @@ def test_what_it_says_and_what_it_cost(tmp_path: Path, at_once: None) -> None:
     child = Child("everstep.restore.offline.audit_process", [f"--run={run}", "--timeline=1"])
     ended = child.wait(AUDIT_TIMEOUT_S)
     assert (ended.status, ended.output, ended.late) == (0, b"", False), ended.words
-    assert "no audit yet" in ended.words
+    assert "no base without an audit" in ended.words
     assert ended.cpu_s > 0
 
 
