@@ -1,7 +1,8 @@
 """Run another program under ckpt-chaos: ``chaos.py PROGRAM FOLDER``.
 
-The run goes into the folder; what the program records goes beside it, out of sight. It says from which step it has resumed, and writes
-``final.json``, which two trainings that end in the same bits have in common.
+The run goes into the folder; what the program records goes beside it, out of sight. It says from
+which step it has resumed, and writes ``final.json``, which two trainings that end in the same bits
+have in common.
 """
 
 from __future__ import annotations
