@@ -17,6 +17,7 @@ from everstep.replay.optimizer_step import default_dtype
 from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
+from tests.support.following import until
 from tests.support.log.lossy import log_of
 from tests.support.logged import document, opened
 from tests.support.serving import Bench, die, serving
@@ -134,13 +135,14 @@ def test_a_replica_follows_under_another_default(served: Bench) -> None:
         world.train()
         ckpt.step()
     ckpt.wait(TIMEOUT_S)  # a base that the replica begins with
-    for _ in range(5):
+    for step in range(3, 8):
         torch.set_default_dtype(torch.float64)
         world.train()
         torch.set_default_dtype(torch.float32)  # as the replica's process has it
         ckpt.step()
+        # A default is one for all threads of a process: training and the replica take turns.
+        until(lambda at=step: ckpt.stats().replica_step == at)  # type: ignore[misc]
     ckpt.wait(TIMEOUT_S)
-    assert ckpt.stats().replica_step is not None
     die(ckpt)
 
 
