@@ -71,7 +71,10 @@ def write_torch(path: Path, value: Any, stream: TensorStream, bar: ProgressSink)
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner that reads a tensor when it is written."""
+    """Planner that reads a tensor when it is written, and frees it when the next one is.
+
+    The writer of torch keeps all tensors to its end, so their memory is taken from them.
+    """
 
     def __init__(
         self, stream: TensorStream, outline: Mapping[int, torch.Tensor], bar: ProgressSink
@@ -80,14 +83,18 @@ class _Planner(DefaultSavePlanner):
         self._stream = stream
         self._outline = outline
         self._bar = bar
+        self._written: torch.Tensor | None = None
 
     def lookup_object(self, index: Any) -> Any:
         found = super().lookup_object(index)
         if not isinstance(found, torch.Tensor):
             return found
-        value = self._stream.read(self._outline[id(found)])
-        self._bar.advance(value.nbytes)
-        return value
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        # A copy: a tensor with several names is written once for each.
+        self._written = self._stream.read(self._outline[id(found)]).clone()
+        self._bar.advance(self._written.nbytes)
+        return self._written
 
 
 def write_dcp(folder: Path, value: Any, stream: TensorStream, bar: ProgressSink) -> None:
@@ -110,7 +117,8 @@ def write_dcp(folder: Path, value: Any, stream: TensorStream, bar: ProgressSink)
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             save(
                 with_tensors(value, written),
-                storage_writer=FileSystemWriter(folder),
+                # One tensor after the other, on machines with a GPU as well.
+                storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
                 planner=_Planner(stream, outline, bar),
                 no_dist=True,
             )
