@@ -90,3 +90,19 @@ def test_a_finished_training_does_not_go_on(tmp_path: Path) -> None:
     assert (run.recovery.step, run.recovery.exact, run.epoch) == (8, True, 2)
     assert torch.equal(model.weight, weight)
     run.close()
+
+
+def test_the_epoch_is_that_of_the_loader_that_trains(tmp_path: Path) -> None:
+    """Of several prepared loaders, in any order: an evaluation has epochs of its own."""
+    for start in range(2):
+        accelerator, model, optimizer, held_out = prepared()  # the first that is prepared
+        loader: Any = accelerator.prepare(DataLoader(torch.randn(8, 2), batch_size=2))
+        run = resumable(accelerator, tmp_path / "run")
+        assert run.epoch == 2 * start
+        for _ in range(run.epoch, 2):
+            for batch in loader:
+                step(accelerator, model, optimizer, batch)
+                for _ in held_out:
+                    pass
+        run.close()
+        accelerator.free_memory()

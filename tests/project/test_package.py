@@ -53,7 +53,7 @@ def test_there_is_a_command(project: dict[str, object]) -> None:
 
 
 def test_wheel_and_sdist(tmp_path: Path) -> None:
-    """What is built has all modules, the command and the license, and is imported from anywhere."""
+    """Both have all modules, the command and the license, and are imported from anywhere."""
     build = "import sys; from hatchling.build import build_sdist, build_wheel; "
     build += "print(build_wheel(sys.argv[1])); print(build_sdist(sys.argv[1]))"
     names = run_python(build, tmp_path, cwd=ROOT).split()

@@ -138,7 +138,11 @@ def _check(out: Path, to: Format, options: ExportOptions) -> None:
                 hint="name it with --config: a config.json, or the folder of the pretrained model",
             )
         if not (config / _CONFIG if config.is_dir() else config).is_file():
-            raise OptionError(f"there is no {_CONFIG} in {config}", path=config)
+            raise OptionError(
+                f"there is no {_CONFIG} in {config}",
+                path=config,
+                hint="save_pretrained() of the model's config writes one",
+            )
 
 
 def _write(

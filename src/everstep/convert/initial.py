@@ -85,7 +85,8 @@ class InitialState:
             raise _mismatch_error(found, differences)
         for plan in plans:
             plan.run()
-        for part in parts.keys() - {plan.part for plan in plans}:
+        modules = {plan.part for plan in plans}
+        for part in (one for one in parts if one not in modules):
             state.values[part].load_state_dict(parts[part])
         notes = [f"the run begins with the {found.name}: {', '.join(map(repr, parts))}"]
         notes += [note for plan in plans for note in plan.notes]

@@ -133,10 +133,13 @@ class Run:
         self._loaders = loaders
         self._active: _Loader | None = None
         self._due: _Loader | None = None
-        self.recovery: Recovery = checkpointer.resume()
+        try:
+            self.recovery: Recovery = checkpointer.resume()
+        except BaseException:
+            checkpointer.close()
+            raise
         self._steps = self.recovery.step
         self._generators: RngStates | None = RngStates.now()
-        self._trains = max(loaders, key=lambda one: one.has_begun)
         self._hooks = [
             one.optimizer.register_step_post_hook(self._updated) for one in accelerator._optimizers
         ]
@@ -154,7 +157,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """Epoch in which the loop continues; from 0."""
-        return self._trains.epoch
+        return next((one for one in self._loaders if one.trains), self._loaders[0]).epoch
 
     def begins(self) -> None:
         """Put the random generators back before the first batch: other code may have drawn."""
@@ -174,7 +177,8 @@ class Run:
         """Mark the step whose batch came from this loader, if there was an update."""
         if self.is_due(loader):
             self._due = None
-            self._trains = loader
+            for one in self._loaders:
+                one.trains = one is loader
             self._steps += 1
             self.checkpointer.step()
 
@@ -208,6 +212,7 @@ class _Loader:
     """A prepared loader, and its position in the state.
 
     Attributes:
+        trains: the last step's batch came from this loader; others may be for evaluations.
         everstep_restores_data: True; marks an object that restores the order of data.
     """
 
@@ -225,6 +230,7 @@ class _Loader:
                 f"a prepared {type(base).__name__} cannot be made resumable",
                 hint="prepare a DataLoader, with use_stateful_dataloader=False",
             )
+        self.trains = False
         self._source = _Source(base, seed=seed)
         self._prepared = prepared
         prepared.base_dataloader = self._source
@@ -235,20 +241,16 @@ class _Loader:
         """Epoch of the position."""
         return int(self.state_dict()["epoch"])
 
-    @property
-    def has_begun(self) -> bool:
-        """True if the position is not the beginning of the data."""
-        at = self.state_dict()
-        return bool(at["epoch"] or at["batch"])
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch that the loop has; one more is fetched already."""
         at = self._prepared.dl_state_dict
-        return {key: value for key, value in at.items() if key != "_iterator_finished"}
+        position = {key: value for key, value in at.items() if key != "_iterator_finished"}
+        return position | {"trains": self.trains}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a position: the next loop continues there."""
         self._source.load_state_dict(state)
+        self.trains = state["trains"]
         self._prepared.dl_state_dict = dict(state)
         self._prepared.iteration = state["epoch"]
 
