@@ -45,7 +45,7 @@ import typer.testing  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from everstep.replay import engine  # noqa: E402
-from everstep.seams import failpoints  # noqa: E402
+from everstep.seams import failpoints, progress  # noqa: E402
 from everstep.trainer import budget  # noqa: E402
 from everstep.workloads.gpt import GPTConfig  # noqa: E402
 from everstep.workloads.training import (  # noqa: E402
@@ -57,6 +57,9 @@ from tests.support.keepers import end_keepers  # noqa: E402
 from tests.support.trainers import end_server  # noqa: E402
 
 SEED = 20240229
+
+# pytest handles the records of all loggers; these tests are programs that configure none.
+progress.logging_is_configured = lambda: False
 
 # Made once for each app: out of all their parameters it takes 60 ms, most verbs take one.
 typer.testing._get_command = functools.cache(typer.main.get_command)  # type: ignore[attr-defined]

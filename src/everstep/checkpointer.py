@@ -7,6 +7,7 @@ which does the work. It runs in the training process; the keeper process writes 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.config import Every, FailurePolicy, KeeperOptions, named
+from everstep.config.keep import KeepPolicy
 from everstep.config.method import Method
 from everstep.config.options import Budget, LogOptions, Preemption, validate_options
 from everstep.errors import EverstepError, OptionError
@@ -21,7 +23,7 @@ from everstep.link import Save
 from everstep.restore.start import Recovery
 from everstep.run.folder import run_path
 from everstep.seams import Seams
-from everstep.seams.progress import print_line
+from everstep.seams.progress import log_or_print
 from everstep.state.ownership import DeclaredUpdate
 from everstep.state.training_state import State
 from everstep.tiers import PeerOptions, TierOptions
@@ -33,6 +35,8 @@ from everstep.trainer.session.calls import (
     check_resume,
     check_timeout,
     check_usable,
+    checked_metrics,
+    checked_note,
     exclusive,
     refuse_pickling,
 )
@@ -73,7 +77,9 @@ class Checkpointer:
         every: interval between the bases that :meth:`step` takes: a number of steps, a time such as
             ``"10min"``, ``"auto"`` (the interval that wastes the least training time according to
             measurements), or None to take bases only in :meth:`save`.
-        keep: number of bases to keep.
+        keep: number of newest bases to keep; or policies (:class:`~everstep.options.KeepNewest`,
+            :class:`~everstep.options.KeepEvery`, :class:`~everstep.options.KeepBest`), one or
+            several. Pinned bases (``everstep pin``) are always kept.
         budget: upper bounds for host memory, disk space, and bytes written per day.
         on_failure: policy for errors in the background: ``"raise"`` them at the next call,
             ``"warn"``, or a function to call with the error.
@@ -112,7 +118,7 @@ class Checkpointer:
         *,
         method: str | Method = "lazy",
         every: int | str | Every | None = 100,
-        keep: int = 3,
+        keep: int | KeepPolicy | Sequence[KeepPolicy] = 3,
         budget: Budget | None = None,
         on_failure: FailurePolicy = "raise",
         progress_timeout_s: float = 120.0,
@@ -149,7 +155,7 @@ class Checkpointer:
             try:
                 earlier.close()
             except EverstepError as error:
-                print_line(f"everstep: the earlier Checkpointer of {run}: {error}")
+                log_or_print(f"the earlier Checkpointer of {run}: {error}", level=logging.WARNING)
         # Last: a constructor that fails leaves no Checkpointer that could be closed or used.
         self._session = Session(options, place, saved, ending, self._calls)
         _live[self._live_key] = self
@@ -183,7 +189,7 @@ class Checkpointer:
             return "<Checkpointer, not made>"
         chosen = self._session.parts.options
         closed = "" if self._session.is_open else ", closed"
-        settings = f"{chosen.method_name}, {chosen.every.in_words}, keep {chosen.keep}"
+        settings = f"{chosen.method_name}, {chosen.every.in_words}, keep {chosen.keep.in_words}"
         at = f"at step {self._session.at.step}"
         return f"<Checkpointer of {self._live_key[0]}: {settings}; {at}{closed}>"
 
@@ -248,20 +254,33 @@ class Checkpointer:
         """
         return self.resume(step)
 
+    @named("step")
     @exclusive("step")
-    def step(self) -> None:
+    def step(self, *, metrics: Mapping[str, Any] | None = None) -> None:
         """Mark the end of a training step, and take a base if one is due.
 
         Call it after ``optimizer.step()`` and ``zero_grad()``, where all gradients have been
         consumed. Gradients that are still being accumulated are not part of the state; a resume
         would lose them.
 
+        Args:
+            metrics: numbers by name, for the base of this step if one is taken (``everstep ls``,
+                :class:`~everstep.options.KeepBest`). Values that are not finite are left out. Of
+                several ranks, those of rank 0 count. Reading a tensor on a GPU waits for the GPU.
+
         Raises:
+            OptionError: A metric is not a number. The step counts nevertheless.
             EverstepError: An operation in the background has failed since the last call, and the
                 policy is to raise.
         """
         self._check_open()
-        self._session.step()
+        try:
+            numbers = checked_metrics(metrics)
+        except OptionError:
+            # The step counts: the other ranks end it, too.
+            self._session.step({})
+            raise
+        self._session.step(numbers)
 
     @property
     def preempted(self) -> bool:
@@ -270,13 +289,18 @@ class Checkpointer:
 
     @named("save")
     @exclusive("save")
-    def save(self) -> Save:
+    def save(self, *, metrics: Mapping[str, Any] | None = None, note: str | None = None) -> Save:
         """Take a base of the step that the last call of :meth:`step` has ended.
 
         Call it between two steps. Repeated calls for the same step return the same base. If the
         next step is already under way (the call comes from a signal handler, or after a
         ``KeyboardInterrupt``), the base holds the state of the last step mark if that is still
         known. Otherwise it holds the current state, is not called exact, and a warning is logged.
+
+        Args:
+            metrics: numbers by name, as of :meth:`step`. They are added to those of an earlier call
+                for the same step, even if its base was taken already.
+            note: text for people, shown by ``everstep ls``.
 
         Returns:
             The base, with futures for the end of the capture (``staged``) and of the write
@@ -287,7 +311,7 @@ class Checkpointer:
                 :meth:`resume`.
         """
         self._check_open()
-        return self._session.save()
+        return self._session.save(checked_metrics(metrics), checked_note(note))
 
     def before_update(self) -> None:
         """Announce a change of the state that no ``optimizer.step()`` makes.

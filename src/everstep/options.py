@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from everstep.config import Every, FailurePolicy, History, KeeperOptions, Options, presets
+from everstep.config.keep import KeepBest, KeepEvery, KeepNewest
 from everstep.config.method import Method
 from everstep.config.options import ANNOUNCING, Budget, LogOptions, Preemption, validate_options
 
@@ -12,6 +13,9 @@ __all__ = [
     "Every",
     "FailurePolicy",
     "History",
+    "KeepBest",
+    "KeepEvery",
+    "KeepNewest",
     "KeeperOptions",
     "LogOptions",
     "Method",

@@ -281,7 +281,7 @@ class Hand:
         inventory = scan_run(PosixFileSystem(), self.bench.run)
         base = None if parent is None else BaseId(*parent)
         self.timeline = open_timeline(Seams(), self.bench.run, inventory, parent=base, exact=True)
-        self.say("serve", timeline=self.timeline, keep=keep, verified=verified)
+        self.say("serve", timeline=self.timeline, keep={"newest": keep}, verified=verified)
 
     def begin(
         self,

@@ -4,6 +4,8 @@
 ``diff``        compares the states of two steps
 ``rm``          deletes one base
 ``restore``     writes the state of any logged step into a new run
+``cp``          copies a run that may be training
+``pin``         keeps one base for ever
 ``export``      writes the state of a step for other programs; in the same module ``import`` makes a
                 run of what they have written
 ``ps``          lists the keeper processes of this user; in the same module ``stop`` ends them
@@ -37,6 +39,7 @@ from typing import Annotated, Any
 import typer
 
 from everstep.cli.common.errors import EXIT_STATUS, EverstepGroup, ExitCode, JsonFlag
+from everstep.cli.cp import cp
 from everstep.cli.demo import demo
 from everstep.cli.diff import diff
 from everstep.cli.doctor import doctor
@@ -44,6 +47,7 @@ from everstep.cli.du import du
 from everstep.cli.export import export, import_
 from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
+from everstep.cli.pin import pin
 from everstep.cli.plan.interval import app as _plan
 from everstep.cli.ps import ps, stop
 from everstep.cli.restore import restore
@@ -136,8 +140,10 @@ _VERBS: dict[str, Callable[..., None]] = {
     "verify": verify,
     "diff": diff,
     "restore": restore,
+    "cp": cp,
     "export": export,
     "import": import_,
+    "pin": pin,
     "rm": rm,
     "du": du,
     "ps": ps,

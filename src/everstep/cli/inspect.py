@@ -30,7 +30,13 @@ from everstep.cli.common.runs import (
     refuse_irregular,
     select_bases,
 )
-from everstep.cli.ls import STATUS_WORDS, look, record_as_json
+from everstep.cli.ls import (
+    STATUS_WORDS,
+    annotations_as_json,
+    annotations_in_words,
+    look,
+    record_as_json,
+)
 from everstep.commit.lineage import BaseId
 from everstep.config.given import did_you_mean
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
@@ -79,6 +85,7 @@ class _Found:
         segments: segments of the log, if a run is inspected.
         records: records of the segment, if the file is one, or of the log of a multi-step base.
         audit: result of the keeper's audit of the base.
+        base: the base, if a run is inspected.
         skipped: newer bases that ``resume()`` would skip, with the reason, if no base was
             requested.
     """
@@ -90,6 +97,7 @@ class _Found:
     segments: list[SegmentFound] = field(default_factory=list)
     records: tuple[RecordHead, ...] = ()
     audit: AuditRecord | None = None
+    base: BaseFound | None = None
     skipped: dict[BaseId, str] = field(default_factory=dict)
 
     @property
@@ -183,7 +191,7 @@ def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
             step=base.id.step,
             path=base.path,
         )
-    found = _Found(base.path, base.status, vouched=True, audit=base.audit)
+    found = _Found(base.path, base.status, vouched=True, audit=base.audit, base=base)
     with reading(base.path):
         for marker in base.manifest.markers:
             opened = OpenBase.open(filesystem, base, marker.rank)
@@ -286,6 +294,7 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
         "world": first.world,
         "exact": found.exact,
         "audit": record_as_json(found.audit),
+        **({} if found.base is None else annotations_as_json(found.base)),
         "skipped": [
             {**msgspec.structs.asdict(base), "reason": reason}
             for base, reason in found.skipped.items()
@@ -331,6 +340,8 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row]) -> N
             f"{'exact' if found.exact else 'not exact'}"
         )
     )
+    if found.base is not None and (words := annotations_in_words(found.base)):
+        say(out, ", ".join(words))
     if found.audit is not None:
         style = "green" if found.audit.verdict == "equal" else "yellow"
         say(out, describe_audit(found.audit), style)

@@ -58,6 +58,26 @@ def record_as_json(record: AuditRecord | None) -> dict[str, Any] | None:
     return {**found, "before": {"timeline": timeline, "step": step}}
 
 
+def annotations_as_json(base: BaseFound) -> dict[str, Any]:
+    """Return metrics, note and pin of a base as plain data."""
+    found = base.annotations
+    return {
+        "metrics": {} if found is None else dict(found.metrics),
+        "note": None if found is None else found.note or None,
+        "pinned": base.is_pinned,
+    }
+
+
+def annotations_in_words(base: BaseFound) -> list[str]:
+    """Return metrics, note and pin of a base as short phrases."""
+    found = base.annotations
+    words = ["pinned"] if base.is_pinned else []
+    if found is not None:
+        words += [f"{name} {value:.6g}" for name, value in sorted(found.metrics.items())]
+        words += [found.note] if found.note else []
+    return words
+
+
 def problems_as_json(inventory: Inventory) -> list[dict[str, Any]]:
     """Return what is wrong with a run's records as plain data."""
     return [{"path": path, "problem": problem} for path, problem in inventory.problems]
@@ -208,6 +228,7 @@ def _document(found: _Listing) -> dict[str, Any]:
                 "exact": _exact(base),
                 "created_unix_s": _created(base),
                 "audit": record_as_json(base.audit),
+                **annotations_as_json(base),
                 "problems": found.notes[base.id],
                 "path": base.path,
             }
@@ -349,6 +370,7 @@ def _show_bases(
         notes = [] if base.id in here else ["abandoned"]
         notes += ["not exact"] if _exact(base) is False else []
         notes += [AUDIT_WORDS[base.audit.verdict]] if base.audit else []
+        notes += annotations_in_words(base)
         notes += ["see below"] if problems[base.id] else []
         shown.add_row(
             ">" if chosen else "",

@@ -13,15 +13,14 @@ from rich.console import Console
 from everstep.cli.common.errors import JsonFlag, emit
 from everstep.cli.common.log import run_log, steps_in_words
 from everstep.cli.common.output import console, in_words, label, plain, table
-from everstep.cli.common.runs import RUN_ARGUMENT, open_run, reading, select_bases
+from everstep.cli.common.runs import RUN_ARGUMENT, open_run, reading, select_base
 from everstep.cli.ls import STATUS_WORDS
 from everstep.cli.verify import check_base
 from everstep.errors import OptionError, StorageError
 from everstep.format.names import (
-    AUDIT_RECORD,
-    CONDEMNED,
-    DELETING,
     MANIFEST,
+    PIN_RECORD,
+    RECORDS_OF_BASE,
     TEMPORARY_SUFFIX,
     parse_marker,
     parse_shard,
@@ -86,7 +85,7 @@ def rm(
     """
     filesystem = PosixFileSystem()
     inventory = open_run(filesystem, run)
-    base = _the_one(inventory, step, timeline)
+    base = select_base(inventory, step, timeline)
     plan = _plan(base, None if force else _refusal(filesystem, inventory, base))
     if plan.refusal is not None and not dry_run:
         raise OptionError(
@@ -126,27 +125,6 @@ def rm(
 # --- Deciding ---------------------------------------------------------------------------
 
 
-def _the_one(inventory: Inventory, step: int, timeline: int | None) -> BaseFound:
-    bases = select_bases(inventory, step=step, timeline=timeline)
-    if len(bases) > 1:
-        timelines = ", ".join(str(base.id.timeline) for base in bases)
-        raise OptionError(
-            f"timelines {timelines} have a base of step {step}",
-            step=step,
-            path=inventory.path,
-            hint=f"say which one: --timeline {bases[-1].id.timeline}",
-        )
-    if bases[0].status == "damaged" and not bases[0].files:
-        raise OptionError(
-            f"{bases[0].id} cannot be deleted: {bases[0].problem}",
-            step=step,
-            path=bases[0].path,
-            hint="make its directory readable; of a link, remove the link, or put back what it "
-            "leads to",
-        )
-    return bases[0]
-
-
 def _refusal(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> str | None:
     """Return the reason why ``base`` should stay, or None if it may be deleted."""
     newest = max(inventory.timelines, default=0)
@@ -154,6 +132,8 @@ def _refusal(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> s
         return f"{base.id} is unfinished: a process may be writing it right now"
     if base.status in ("incomplete", "condemned") and not base.is_usable:
         return None
+    if base.is_pinned:
+        return f"{base.id} is pinned (everstep pin --remove ends that)"
     good = _newest_good(filesystem, inventory)
     if good is None:
         return f"no base of the run is good: {base.id} may be all there is to save"
@@ -204,7 +184,7 @@ def _first_good(
 
 def _plan(base: BaseFound, refusal: str | None) -> _Plan:
     def goes(file: DirEntry) -> bool:
-        records = (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING)
+        records = RECORDS_OF_BASE
         if parse_marker(file.name) is not None or file.name in records:
             return file.kind != "dir"
         ours = parse_shard(file.name) is not None or file.name.endswith(TEMPORARY_SUFFIX)
@@ -221,9 +201,12 @@ def _plan(base: BaseFound, refusal: str | None) -> _Plan:
 def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> list[str]:
     """Delete ``base``; return the names that remain."""
     from everstep.keeper.retain.retention import delete_base, delete_files
+    from everstep.tiers import remove_if_there
     from everstep.tiers.durable_files import storage_errors, write_durably
 
     with storage_errors("delete the base", base.path, step=base.id.step):
+        # A deletion leaves pinned bases alone.
+        remove_if_there(filesystem, base.path / PIN_RECORD)
         if base.status == "complete":
             # Deletion begins by renaming the manifest: a base without one gets it first.
             assert base.manifest is not None

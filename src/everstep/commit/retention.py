@@ -66,6 +66,77 @@ class Watermark:
 
 
 @dataclass(frozen=True, slots=True)
+class BestRule:
+    """Keep the bases with the best values of a metric.
+
+    Attributes:
+        metric: name of the metric.
+        bases: number of bases.
+        largest: the largest values are the best ones; otherwise the smallest.
+    """
+
+    metric: str
+    bases: int
+    largest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRules:
+    """Bases that retention keeps.
+
+    Attributes:
+        newest: number of newest bases, at least 1.
+        every_steps: for each number, the first base at or after each multiple of it is kept for
+            ever.
+        best: bases with the best metrics.
+    """
+
+    newest: int
+    every_steps: tuple[int, ...] = ()
+    best: tuple[BestRule, ...] = ()
+
+    @property
+    def bases_max(self) -> int:
+        """Largest number of bases kept at a time, except for those of :attr:`every_steps`."""
+        return self.newest + sum(rule.bases for rule in self.best)
+
+    @property
+    def in_words(self) -> str:
+        """The rules as one phrase."""
+        parts = [str(self.newest)]
+        parts += [f"one every {steps} steps" for steps in self.every_steps]
+        parts += [f"best {rule.bases} by {rule.metric}" for rule in self.best]
+        return ", ".join(parts)
+
+    def kept(
+        self,
+        metrics: Mapping[BaseId, Mapping[str, float]],
+        pinned: Collection[BaseId],
+        branches: Mapping[int, Branch],
+    ) -> set[BaseId]:
+        """Return the bases that stay in addition to the newest ones.
+
+        Only bases of the current history count, except for pinned ones.
+
+        Args:
+            metrics: metrics of each good base.
+            pinned: bases that the user has pinned.
+        """
+        here, _ = split_by_history(metrics, branches)
+        kept = {base for base in metrics if base in pinned}
+        for every in self.every_steps:
+            # Oldest last: of several bases between two multiples, the first one stays.
+            first = {base.step // every: base for base in here}
+            kept |= {base for multiple, base in first.items() if multiple > 0 or base.step == 0}
+        for rule in self.best:
+            # Newest first, and sorting is stable: of equal values the newest one counts.
+            known = [base for base in here if rule.metric in metrics[base]]
+            known.sort(key=lambda base: metrics[base][rule.metric], reverse=rule.largest)
+            kept.update(known[: rule.bases])
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
 class RetentionPlan:
     """Next work of retention.
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from signal import Signals
 from typing import Literal
 
+from everstep.commit.retention import KeepRules
 from everstep.config.given import checked, did_you_mean, is_int, is_number, one_of, plain
+from everstep.config.keep import KeepPolicy, parse_keep
 from everstep.config.method import Method, presets
 from everstep.errors import EverstepError, OptionError
 
@@ -389,7 +391,7 @@ class Options:
     method: Method
     method_name: str
     every: Every
-    keep: int
+    keep: KeepRules
     budget: Budget
     on_failure: FailurePolicy
     progress_timeout_s: float = 120.0
@@ -455,7 +457,7 @@ class Options:
             return "replay of a lossy log does not give the same base"
         if not self.keeper.process:
             return "the keeper is a thread of the training process"
-        return "no base before the newest one is kept" if self.keep < 2 else None
+        return "no base before the newest one is kept" if self.keep.newest < 2 else None
 
     def __post_init__(self) -> None:
         if self.log.ratio != _RATIO and self.method.log != "adaptive":
@@ -475,6 +477,12 @@ class Options:
                 "bases that its steps are replayed from are kept beyond keep=, without a limit",
                 hint='history="last" with a larger keep=; or no disk_bytes=',
             )
+        if self.budget.disk_bytes is not None and self.keep.every_steps:
+            raise OptionError(
+                "Budget(disk_bytes=) cannot be guaranteed with KeepEvery, which keeps bases for "
+                "ever, without a limit",
+                hint="KeepBest, or a larger KeepNewest; or no disk_bytes=",
+            )
         if self.log.audit and (why := self._no_audit):
             raise OptionError(
                 f"LogOptions(audit=True) is not possible: {why}",
@@ -482,14 +490,11 @@ class Options:
             )
 
 
-_KEEP_MAX = 1 << 31
-
-
 def validate_options(
     *,
     method: str | Method,
     every: int | str | Every | None,
-    keep: int,
+    keep: int | KeepPolicy | Sequence[KeepPolicy],
     budget: Budget | None,
     on_failure: FailurePolicy,
     progress_timeout_s: float,
@@ -509,10 +514,6 @@ def validate_options(
         name = next((key for key, value in presets.items() if value == method), "custom")
     else:
         raise OptionError(f"method must be a preset's name or a Method, not {method!r}")
-    if not is_int(keep) or keep < 1:
-        raise OptionError(f"keep must be a whole number of bases, from 1, not {keep!r}")
-    if keep > _KEEP_MAX:
-        raise OptionError(f"keep={keep!r}: at most {_KEEP_MAX} bases can be kept")
     if not callable(on_failure):
         one_of("on_failure", on_failure, ("raise", "warn"), beside="; or a function of the error")
     parts = (
@@ -538,7 +539,7 @@ def validate_options(
         method,
         name,
         Every.parse(every),
-        keep,
+        parse_keep(keep),
         budget or Budget(),
         on_failure,
         progress_timeout_s,

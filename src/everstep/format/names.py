@@ -15,8 +15,13 @@ RUN_RECORD = "run.json"
 TIMELINE_RECORD = "timeline.json"
 MANIFEST = "manifest.json"
 AUDIT_RECORD = "audit.json"
+ANNOTATIONS = "annotations.json"
+PIN_RECORD = "pin.json"
 CONDEMNED = "manifest.condemned"
 DELETING = "manifest.deleting"
+RECORDS_OF_BASE = (ANNOTATIONS, PIN_RECORD, AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING)
+"""Records in the directory of a base, beside markers, in the order in which they are deleted."""
+
 BASE_DIR = "base"
 LOG_DIR = "log"
 LOSSY_DIR = "lossy"

@@ -1,4 +1,4 @@
-"""The small JSON files of a run: run, timeline, marker, manifest, audit.
+"""The small JSON files of a run: run, timeline, marker, manifest, audit, annotations, pin.
 
 A record is canonical JSON (sorted keys, one space of indentation, ASCII) whose field ``digest`` is
 the xxh3-128 of the same JSON without that field. Decoding accepts exactly the bytes that encoding
@@ -251,6 +251,42 @@ class AuditRecord(_Record):
         if len(found.differing) > found.count or (found.count and found.verdict == "equal"):
             raise FormatError(f"{path}: inconsistent audit")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Annotations(_Record):
+    """``annotations.json``: metrics and a note that the user gave to a base.
+
+    Attributes:
+        timeline, step: timeline and step of the base.
+        metrics: finite numbers by name.
+        note: text for people.
+    """
+
+    KIND = "annotations"
+
+    timeline: Count
+    step: Count
+    metrics: Mapping[_Text, float]
+    note: _Text
+
+
+@dataclass(frozen=True, slots=True)
+class PinRecord(_Record):
+    """``pin.json``: retention keeps the base while this file exists, whatever it contains.
+
+    Attributes:
+        timeline, step: timeline and step of the base.
+        note: text for people.
+        created_unix_s: time of creation, for users.
+    """
+
+    KIND = "pin"
+
+    timeline: Count
+    step: Count
+    note: _Text
+    created_unix_s: float
 
 
 def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:

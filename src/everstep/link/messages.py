@@ -12,6 +12,7 @@ Trainer to keeper:
 ``persist``      make a capture durable that was to stay in memory only
 ``redo``         update that concerns a multi-step capture
 ``assemble``     all data of a multi-step capture was sent
+``annotate``     metrics and a note for a base
 ``abandon``      the rest of a capture will not be sent
 ``ask``          request a base from the replica
 ``no_replica``   end the replica
@@ -83,7 +84,7 @@ from everstep.link.capture import Capture
 from everstep.state.layout import Entry, Placed, ShardLayout
 from everstep.state.layout.shards import LRUCache
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the messages. Trainer and keeper, which may come from different installations, must
 have the same."""
 

@@ -10,7 +10,7 @@ Order in which a resume tries the bases, and reasons to skip some of them. No I/
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, TypeVar
@@ -34,12 +34,14 @@ from everstep.format import (
     timeline_dir,
 )
 from everstep.format.names import (
+    ANNOTATIONS,
     AUDIT_RECORD,
     BASE_DIR,
     CONDEMNED,
     DELETING,
     LOG_DIR,
     LOSSY_DIR,
+    PIN_RECORD,
     RUN_RECORD,
     TEMPORARY_SUFFIX,
     TIMELINE_RECORD,
@@ -52,10 +54,10 @@ from everstep.format.names import (
     parse_timeline,
 )
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import AuditRecord, RunRecord, manifest_of
+from everstep.format.records import Annotations, AuditRecord, RunRecord, manifest_of
 from everstep.seams import DirEntry, FileSystem
 
-_Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest, AuditRecord)
+_Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest, AuditRecord, Annotations)
 BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]
 _MAY_BE_GOOD: tuple[BaseStatus, ...] = ("committed", "complete", "damaged")
 _ATTEMPTS = 8
@@ -78,6 +80,7 @@ class BaseFound:
         audit_problem: description of a damaged audit record, which does not affect the base.
         markers: readable markers in a directory without a manifest. If ranks write to separate
             disks, each disk has some of them.
+        annotations: metrics and note of the user; None without a readable record of them.
     """
 
     id: BaseId
@@ -89,6 +92,12 @@ class BaseFound:
     audit: AuditRecord | None = None
     audit_problem: str | None = None
     markers: tuple[Marker, ...] = ()
+    annotations: Annotations | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the user has pinned the base, even if the record cannot be read."""
+        return any(file.name == PIN_RECORD for file in self.files)
 
     @property
     def size_bytes(self) -> int:
@@ -379,14 +388,24 @@ class _Scan:
         return record
 
 
-def bases_keeping_log(bases: Iterable[BaseFound]) -> list[BaseId]:
+def bases_keeping_log(
+    bases: Iterable[BaseFound], archived: Collection[BaseId] = (), newest: int = 1
+) -> list[BaseId]:
     """Return the bases whose log retention must keep.
 
     These are all committed bases, and unfinished or damaged ones no older than the oldest committed
     base. Older remains of a crash do not count: they would keep all later segments for ever.
+
+    Args:
+        archived: bases that stay for their own step only. The oldest bases are left out while they
+            are among these.
+        newest: number of newest committed bases that are never left out.
     """
     found = list(bases)
-    oldest = min((base.id for base in found if base.status == "committed"), default=None)
+    committed = sorted(base.id for base in found if base.status == "committed")
+    while len(committed) > newest and committed[0] in archived:
+        del committed[0]
+    oldest = committed[0] if committed else None
     return [base.id for base in found if oldest is None or base.id >= oldest]
 
 
@@ -438,12 +457,10 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
         status = "damaged" if problems else "incomplete"
         problems.append(_how_many_markers(names))
     problem = "; ".join(problems) or None
-    audit = None
-    why = ""
-    if manifest is not None and AUDIT_RECORD in names:
-        audit, why = _audit(filesystem, path, manifest)
+    audit, why = _audit(filesystem, path, manifest, names)
     found = tuple(markers[rank] for rank in sorted(markers))
-    return BaseFound(base, path, status, manifest, problem, files, audit, why or None, found)
+    notes = _annotations(filesystem, path, base, names)
+    return BaseFound(base, path, status, manifest, problem, files, audit, why or None, found, notes)
 
 
 def _scan_condemned(
@@ -459,8 +476,9 @@ def _scan_condemned(
         manifest = _try(filesystem, path / CONDEMNED, Manifest, [])
     if manifest is None or _base_of(manifest.markers[0]) != base:
         return BaseFound(base, path, "condemned", None, None, files)
-    audit = _audit(filesystem, path, manifest)[0] if AUDIT_RECORD in names else None
-    return BaseFound(base, path, "condemned", manifest, None, files, audit)
+    audit = _audit(filesystem, path, manifest, names)[0]
+    notes = _annotations(filesystem, path, base, names)
+    return BaseFound(base, path, "condemned", manifest, None, files, audit, annotations=notes)
 
 
 def not_a_directory(kind: str) -> str:
@@ -544,10 +562,12 @@ def _markers(
 
 
 def _audit(
-    filesystem: FileSystem, path: PurePath, manifest: Manifest
+    filesystem: FileSystem, path: PurePath, manifest: Manifest | None, names: Collection[str]
 ) -> tuple[AuditRecord | None, str]:
     """Return the audit record of the base with this manifest, and a description of any damage to
     it."""
+    if manifest is None or AUDIT_RECORD not in names:
+        return None, ""
     problems: list[str] = []
     found = _try(filesystem, path / AUDIT_RECORD, AuditRecord, problems)
     if found is None:
@@ -558,6 +578,18 @@ def _audit(
     if found.manifest != digest(manifest.encode()):
         return None, f"{AUDIT_RECORD} belongs to another version of this base"
     return found, ""
+
+
+def _annotations(
+    filesystem: FileSystem, path: PurePath, base: BaseId, names: Collection[str]
+) -> Annotations | None:
+    """Return the annotations of a base; None if they are damaged or belong to another base."""
+    if ANNOTATIONS not in names:
+        return None
+    found = _try(filesystem, path / ANNOTATIONS, Annotations, [])
+    if found is None or BaseId(found.timeline, found.step) != base:
+        return None
+    return found
 
 
 def _how_many_markers(names: set[str]) -> str:

@@ -3,7 +3,8 @@
 A line on standard error after one second, then every three seconds. Failures to display never
 interrupt the work.
 
-Lines on standard error for the person who watches the training.
+Notices for the person who watches the training: records of the logger ``everstep``, or lines on
+standard error.
 
 Training must not fail because a line cannot be printed: standard error may be a file on a full
 disk, a pipe without a reader, a closed terminal, or absent. Output that cannot be written is
@@ -13,11 +14,14 @@ dropped.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+_log = logging.getLogger("everstep")
 
 # ValueError: the stream is closed, or its encoding lacks a character.
 _FAILURES = (OSError, ValueError)
@@ -38,6 +42,28 @@ def print_line_to(stream: Any, text: str) -> None:
     if stream is not None:
         with contextlib.suppress(*_FAILURES):
             print(text, file=stream, flush=True)
+
+
+def log_or_print(text: str, *, level: int = logging.INFO, stream: Any = None) -> None:
+    """Report something to the person who watches the training.
+
+    It goes to the logger ``everstep`` if the program has configured logging. Otherwise it is a line
+    on standard error, unless it is only for debugging.
+
+    Args:
+        level: level of the record.
+        stream: stream for the line; None for standard error. A process that is ending may have
+            closed that.
+    """
+    if logging_is_configured():
+        _log.log(level, "%s", text)
+    elif level >= logging.INFO:
+        print_line_to(stream or sys.stderr, f"everstep: {text}")
+
+
+def logging_is_configured() -> bool:
+    """Return True if some handler receives the records of the logger ``everstep``."""
+    return _log.hasHandlers()
 
 
 _LINE_FIRST_S = 1.0

@@ -575,14 +575,16 @@ def bounds_of(
 ) -> Bounds:
     """Return the bounds for a state of this shape."""
     base_bytes = _base_bytes(shape, ranks)
+    newest = options.keep.newest
+    best = options.keep.bases_max - newest
     copies = tuple(
-        (place.where, ((place.keep or options.keep) + 1) * base_bytes + RUN_BYTES)
+        (place.where, ((place.keep or newest) + best + 1) * base_bytes + RUN_BYTES)
         for place in places
     )
     beside = 1 if ranks.world == 1 else 2
     if len(set(ranks.nodes)) > 1 and not options.method.in_memory:
-        beside += max(0, 1 + NEEDED_MAX - options.keep)
-    disk_bytes = (options.keep + beside) * base_bytes + RUN_BYTES
+        beside += max(0, 1 + NEEDED_MAX - newest)
+    disk_bytes = (options.keep.bases_max + beside) * base_bytes + RUN_BYTES
     return Bounds(base_bytes, beside, disk_bytes, copies)
 
 
@@ -625,22 +627,23 @@ def check_disk_budget(
         OutOfSpaceError: They do not fit. The hint names the bytes, bases or steps that would.
     """
     budget = options.budget.disk_bytes
-    bases = options.keep + beside
+    bases = options.keep.bases_max + beside
     steps = (options.every.steps or 2) * options.method.disk_every if step_bytes else 0
     each = base_bytes + steps * step_bytes
     need = bases * each + other_bytes
     if budget is None or need <= budget:
         return
     log = f", each with a log of {_steps(steps)}," if steps else ""
-    fit = (budget - other_bytes) // each - beside
+    best = options.keep.bases_max - options.keep.newest
+    fit = (budget - other_bytes) // each - beside - best
     instead = [f"Budget(disk_bytes={need})", *([f"keep={fit}"] if fit > 0 else [])]
     if options.every.steps is not None and steps:
         left = (budget - other_bytes) // bases - base_bytes
         every = left // (step_bytes * options.method.disk_every)
         instead += [f"every={every}"] if every > 0 else []
     raise OutOfSpaceError(
-        f"{options.keep} bases to keep and {'one' if beside == 1 else beside} being written{log} "
-        f"need {need} bytes; the budget is {budget}",
+        f"{options.keep.bases_max} bases to keep and {'one' if beside == 1 else beside} being "
+        f"written{log} need {need} bytes; the budget is {budget}",
         path=run,
         hint=", or ".join(instead),
     )

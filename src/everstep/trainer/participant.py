@@ -46,17 +46,45 @@ class TrainingContext:
     clock: Clock
 
 
+class TrainingPosition(Protocol):
+    """Position of this rank's training."""
+
+    step: int
+
+    @property
+    def lsn(self) -> int:
+        """Number of updates so far."""
+        ...
+
+    def identity(self) -> ShardIdentity:
+        """Return the identity of a base of the current step."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """End of a step.
 
     Attributes:
-        identity: identity of a base of this step.
+        position: the position of training, as long as the mark is handled.
         survey: survey of the state; None if no participant reads it.
     """
 
-    identity: ShardIdentity
+    position: TrainingPosition
     survey: Survey | None
+
+    @property
+    def step(self) -> int:
+        """The step that has ended."""
+        return self.position.step
+
+    @property
+    def identity(self) -> ShardIdentity:
+        """Identity of a base of this step.
+
+        Computed when it is needed: most steps have no base, and this is the hot path.
+        """
+        return self.position.identity()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 
 import everstep
 from everstep.arena import PAGE_BYTES, Arena
+from everstep.commit.retention import KeepRules
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
@@ -346,7 +347,9 @@ def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> 
     files = Slow(clock)
     couriers = Couriers(Seams(filesystem=files, clock=clock), PurePath(tmp_path / "run"))
     identity = ShardIdentity("0" * 32, 1, 0, 0, rank, 2, True)
-    couriers.start(told, identity, Log().store, pytest.fail, timeout_s=LIMIT_S, link=link)
+    couriers.start(
+        told, identity, Log().store, pytest.fail, keep=KeepRules(1), timeout_s=LIMIT_S, link=link
+    )
     (tmp_path / "part").write_bytes(b"x" * 100)
     source = PosixFileSystem().open(tmp_path / "part")
     begun_s = clock.monotonic_s()

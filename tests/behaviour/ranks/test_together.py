@@ -89,6 +89,17 @@ def test_the_first_step_without_a_resume_is_agreed_on(tmp_path: Path) -> None:
         train(ranks, 1)
 
 
+def test_one_rank_reports_the_start_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with trainings(*folders(tmp_path, True), method="sync") as ranks:
+        resume(ranks)
+        on_all(*(one.ckpt.close for one in ranks))
+    shown = capsys.readouterr().err
+    assert shown.count("rank 0 of 2: sync") == 1
+    assert "rank 1 of 2" not in shown
+
+
 def test_only_as_many_bases_are_kept_as_was_said(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with trainings(path, path, every=1, keep=2) as ranks:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from everstep import Checkpointer, KeeperOptions
+from everstep.commit.retention import KeepRules
 from everstep.errors import (
     DamageError,
     EverstepError,
@@ -77,7 +78,7 @@ def copies_of(
     clock = more.pop("clock", ManualClock())
     courier = Courier(tier, timeline, clock, posted.append)
     group = CopyGroup(None, clock, 0, 0, 1, timeout_s=120.0)
-    return BaseCopies(courier, files, PurePath(run), group, keep=keep, **more)
+    return BaseCopies(courier, files, PurePath(run), group, keep=KeepRules(keep), **more)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from everstep.commit.lineage import BaseId
+from everstep.commit.retention import KeepRules
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -384,7 +385,9 @@ def test_couriers_of_two_keepers(apart: list[Path], tmp_path: Path) -> None:
         identity = ShardIdentity("0" * 32, 1, 0, 0, rank, 2, True)
         link: Any = Keeper(keepers, JobSession("session", rank, ("0", "1"), ()))
         one = Couriers(Seams(), apart[rank])
-        one.start(told, identity, Log().store, posted.append, timeout_s=20.0, link=link)
+        one.start(
+            told, identity, Log().store, posted.append, keep=KeepRules(1), timeout_s=20.0, link=link
+        )
         couriers.append(one)
     for one in couriers:
         one.base_durable(BaseId(1, 3))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep import LogOptions
+from everstep.commit.retention import KeepRules
 from everstep.format.header import ShardIdentity
 from everstep.keeper.ship.courier import Courier
 from everstep.keeper.ship.log_copies import LogCopies, shrinking
@@ -29,7 +30,9 @@ def copy_log(one: RankTraining, tier: MemoryTier, ratio: float | None = None) ->
     form = TierOptions("/place", log="adaptive", log_ratio=ratio) if ratio else PeerOptions()
     courier = Courier(tier, 1, SystemClock(), posted.append)
     records: Any = keeper.records  # type: ignore[attr-defined]
-    copies = LogCopies(courier, records, identity, batch_steps=1, lossy=shrinking(form))
+    copies = LogCopies(
+        courier, records, identity, batch_steps=1, keep=KeepRules(1), lossy=shrinking(form)
+    )
     copies.flush()
     copies.turn()
     assert not posted

@@ -10,6 +10,7 @@ import pytest
 
 from everstep.commit.job.messages import CopyMessage, CopyReply, CopyRequest
 from everstep.commit.lineage import BaseId
+from everstep.commit.retention import KeepRules
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
@@ -101,7 +102,7 @@ class Job:
             return courier, CopyGroup(others, clock, 0, rank, self.world, timeout_s=5.0)
 
         courier, ranks = group(0)
-        self.leader = BaseCopies(courier, FILES, PurePath(runs[0]), ranks, keep=keep)
+        self.leader = BaseCopies(courier, FILES, PurePath(runs[0]), ranks, keep=KeepRules(keep))
         self.followers: dict[int, FollowingCopies] = {}
         for rank in range(1, self.world):
             courier, ranks = group(rank)

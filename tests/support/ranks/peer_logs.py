@@ -7,6 +7,7 @@ from typing import Any
 
 from everstep.arena import Arena
 from everstep.commit.lineage import BaseId
+from everstep.commit.retention import KeepRules
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, RecordHead, record_digest
@@ -171,7 +172,7 @@ class Copying:
         """Another keeper copies this log, or another one, to a place."""
         courier = Courier(tier, identity.timeline, self.clock, self.posted.append, retry_s=5.0)
         store = (log or self.log).store
-        return LogCopies(courier, store, identity, **more)
+        return LogCopies(courier, store, identity, keep=KeepRules(1), **more)
 
     @property
     def stats(self) -> CopyStats:

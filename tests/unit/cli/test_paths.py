@@ -25,6 +25,8 @@ NAMING: dict[str, Words] = {
     "inspect of a file": lambda _, path: ["inspect", f"{path}.safetensors"],
     "verify": lambda _, path: ["verify", path],
     "du": lambda _, path: ["du", path],
+    "pin": lambda _, path: ["pin", path, "--step", "1"],
+    "cp": lambda _, path: ["cp", path, "out"],
     "rm": lambda _, path: ["rm", path, "--step", "1"],
     "restore": lambda _, path: ["restore", path, "--step", "1", "--out", "out"],
     "restore --out": lambda run, path: ["restore", str(run), "--step", "1", "--out", path],

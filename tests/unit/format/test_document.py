@@ -13,9 +13,11 @@ import torch
 from everstep.format import digests, header, names, records
 from everstep.format.header import ShardIdentity, encode_header, header_size_bytes
 from everstep.format.records import (
+    Annotations,
     AuditRecord,
     FileRecord,
     Marker,
+    PinRecord,
     RunRecord,
     TimelineRecord,
     manifest_of,
@@ -74,7 +76,9 @@ def test_files() -> None:
         base / names.MANIFEST,
         base / names.CONDEMNED,
         base / names.DELETING,
+        base / names.ANNOTATIONS,
         base / names.AUDIT_RECORD,
+        base / names.PIN_RECORD,
         names.segment_dir(run, 2, 1200, 1205) / names.shard_name(0),
         names.segment_dir(run, 2, 1200, 1205) / names.marker_name(0),
         names.segment_dir(run, 2, 1200, 1205, lossy=True),
@@ -90,7 +94,9 @@ def test_fields_of_records() -> None:
     assert manifest is not None
     audit = AuditRecord("r", 1, 2, "0" * 32, (1, 1), "equal", "", 1, 1, 1, 0, (), {}, 0.0)
     encoded = {
+        "annotations": Annotations(1, 2, {}, "").encode(),
         "audit": audit.encode(),
+        "pin": PinRecord(1, 2, "", 0.0).encode(),
         "run": RunRecord("r").encode(),
         "timeline": TimelineRecord("r", 1, None, 0, True, 1, {}, 0.0).encode(),
         "marker": marker.encode(),

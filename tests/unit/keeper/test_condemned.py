@@ -15,6 +15,7 @@ import torch
 import everstep
 from everstep.commit.base_commit import Condemn
 from everstep.commit.lineage import BaseId
+from everstep.commit.retention import KeepRules
 from everstep.errors import FencedError, RecoveryError, StateError
 from everstep.format.names import (
     CONDEMNED,
@@ -208,7 +209,7 @@ def _retention(run: PurePath, timeline: int, fs: Any) -> Retention:
     ring = ChunkRing(1, 1)  # its threads start when it is first used, which a sweep does not
     clock = ManualClock()
     fence = Fence(fs, run, timeline)
-    return Retention(fence, ring, slots, keep=1, timeout_s=20, clock=clock)
+    return Retention(fence, ring, slots, keep=KeepRules(1), timeout_s=20, clock=clock)
 
 
 def test_of_lifting_and_removing_one_succeeds(run_folder: Path) -> None:

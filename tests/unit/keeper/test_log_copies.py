@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from everstep.commit.lineage import BaseId
+from everstep.commit.retention import KeepRules
 from everstep.errors import (
     FencedError,
     FormatError,
@@ -306,11 +307,13 @@ def test_segments_go_when_no_base_needs_them(monkeypatch: pytest.MonkeyPatch) ->
 class _Base:
     def __init__(self, identity: BaseId, status: str) -> None:
         self.id, self.status = identity, status
+        self.annotations, self.is_pinned = None, False
 
 
 class _Inventory:
     def __init__(self, bases: list[_Base], timelines: dict[int, Any]) -> None:
         self.bases, self.timelines = bases, timelines
+        self.branches: dict[int, Any] = {}
 
 
 def test_the_nearest_record_is_read_and_a_lossy_one_only_alone() -> None:
@@ -405,7 +408,13 @@ def test_the_log_of_a_new_timeline_waits_for_the_base_that_it_leads_on_from() ->
     tier.create("run.json", RunRecord(_RUN_ID).encode())
     commit(1, 100)
     identity = ShardIdentity(_RUN_ID, 2, 0, 0, 0, 1, True)
-    copies = LogCopies(Courier(tier, 2, clock, posted.append), log.store, identity, batch_steps=5)
+    copies = LogCopies(
+        Courier(tier, 2, clock, posted.append),
+        log.store,
+        identity,
+        batch_steps=5,
+        keep=KeepRules(1),
+    )
     copies.base_durable()  # as at the start of a timeline
 
     def there() -> list[str]:

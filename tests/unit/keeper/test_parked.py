@@ -182,7 +182,7 @@ def test_nor_is_one_that_lies_in_other_memory(b: Bench) -> None:
     park(one, 1, 5)
     one.die()
     two = b.trainer(16)
-    two.say("serve", timeline=one.timeline, keep=3, verified=None)
+    two.say("serve", timeline=one.timeline, keep={"newest": 3}, verified=None)
     two.die()
     b.server.end()
     b.settled()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,36 @@ def test_what_may_take_long_tells_of_it(
         ckpt.resume()
     assert re.search(r"^resume from step 0.*: \d+ %", capsys.readouterr().err, re.MULTILINE)
     assert re.search(r"^verify: \d+ %", invoke("verify", run_folder).stderr, re.MULTILINE)
+
+
+# --- Notices ----------------------------------------------------------------------------
+
+NOTICE = """
+import logging, sys
+{before}
+from everstep.seams.progress import log_or_print
+log_or_print("runs/a: lazy", level=logging.{level})
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "level", "shown"),
+    [
+        ("", "INFO", "everstep: runs/a: lazy\n"),
+        ("", "DEBUG", ""),
+        ("logging.basicConfig(level=logging.INFO)", "INFO", "INFO:everstep:runs/a: lazy\n"),
+        ("logging.basicConfig(level=logging.INFO)", "DEBUG", ""),
+        ("logging.basicConfig()", "INFO", ""),
+        ("logging.basicConfig()", "WARNING", "WARNING:everstep:runs/a: lazy\n"),
+        ("logging.getLogger('everstep').addHandler(logging.NullHandler())", "WARNING", ""),
+        ("sys.stderr = None", "INFO", ""),
+    ],
+)
+def test_notices_go_to_the_logger_of_a_program_that_has_one(
+    before: str, level: str, shown: str
+) -> None:
+    code = NOTICE.format(before=before, level=level)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", shown)

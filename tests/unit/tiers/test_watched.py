@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from everstep import Checkpointer
+from everstep.commit.retention import KeepRules
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
@@ -86,11 +87,13 @@ def test_what_is_written_moves_with_each_piece(run_folder: Path, base: bool) -> 
     if base:
         _one_base(run_folder)
         group = CopyGroup(None, clock, 0, 0, 1, timeout_s=120.0)
-        courier.take_turn(BaseCopies(courier, PosixFileSystem(), run_folder, group, keep=1))
+        courier.take_turn(
+            BaseCopies(courier, PosixFileSystem(), run_folder, group, keep=KeepRules(1))
+        )
     else:
         log = Log()
         log.step(1)
-        courier.take_turn(LogCopies(courier, log.store, IDENTITY, batch_steps=1))
+        courier.take_turn(LogCopies(courier, log.store, IDENTITY, batch_steps=1, keep=KeepRules(1)))
     assert courier.stats.copied == 1
     assert len(stalled) >= 4
     assert set(stalled) == {7.0}, "and not longer with each"
@@ -119,7 +122,7 @@ def test_a_place_that_hangs_is_told_of_once_and_not_waited_for(
     seams = Seams(filesystem=filesystem, clock=clock)
     identity = ShardIdentity("0" * 32, 1, 0, 0, 0, 1, True)
     couriers = Couriers(seams, PurePath(run_folder))
-    couriers.start(told, identity, Log().store, posted.append, timeout_s=30.0)
+    couriers.start(told, identity, Log().store, posted.append, keep=KeepRules(1), timeout_s=30.0)
     try:
         couriers.base_durable()
         assert gate.reached.wait(30)

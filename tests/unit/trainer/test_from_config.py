@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import everstep
+from everstep.commit.retention import KeepRules
 from everstep.errors import OptionError
 from everstep.options import Every, LogOptions, Preemption
 from everstep.testing import inspect
@@ -83,7 +84,7 @@ def test_arguments_replace_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("EVERSTEP_KEEP", "9")
     keeper = everstep.KeeperOptions(process=False)
     with everstep.Checkpointer.from_config({}, state(), keep=4, keeper=keeper) as made:
-        assert inspect(made).options.keep == 4
+        assert inspect(made).options.keep == KeepRules(4)
     assert (tmp_path / "run").exists()
 
 

@@ -230,6 +230,32 @@ def select_bases(
     return [bases[base] for base in chosen]
 
 
+def select_base(inventory: Inventory, step: int, timeline: int | None) -> BaseFound:
+    """Return the base of a step.
+
+    Raises:
+        OptionError: there is none, there are several, or its directory is unreadable.
+    """
+    bases = select_bases(inventory, step=step, timeline=timeline)
+    if len(bases) > 1:
+        timelines = ", ".join(str(base.id.timeline) for base in bases)
+        raise OptionError(
+            f"timelines {timelines} have a base of step {step}",
+            step=step,
+            path=inventory.path,
+            hint=f"say which one: --timeline {bases[-1].id.timeline}",
+        )
+    if bases[0].status == "damaged" and not bases[0].files:
+        raise OptionError(
+            f"{bases[0].id} cannot be used: {bases[0].problem}",
+            step=step,
+            path=bases[0].path,
+            hint="make its directory readable; of a link, remove the link, or put back what it "
+            "leads to",
+        )
+    return bases[0]
+
+
 def _bases_there(ordered: list[BaseId], step: int | None) -> str:
     if not ordered:
         return "the run holds no base yet"

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from everstep.arena import Arena
+from everstep.commit import BaseId
 from everstep.errors import DeadlineError, EverstepError, FencedError, StateError, StorageError
 from everstep.format import BasePlan
+from everstep.format.records import Annotations
 from everstep.format.writer import Written
 from everstep.keeper.held import MemoryBases
 from everstep.keeper.log import LogStore
-from everstep.keeper.persist.committer import Timeline, open_committer
+from everstep.keeper.persist.committer import Timeline, is_committed, open_committer
 from everstep.keeper.retain import HistoryFlush
 from everstep.link import BackgroundChannel, Save, complete, fail
 from everstep.link.capture import Capture
@@ -71,7 +73,7 @@ class BaseWriter:
         self.records = records
         self._bases = bases
         self._on_done = on_done
-        self._history_flush = HistoryFlush(timeline.history, timeline.keep)
+        self._history_flush = HistoryFlush(timeline.history, timeline.keep.newest)
         self.stats = KeeperStats()
         self._jobs: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -127,6 +129,18 @@ class BaseWriter:
         """Run ``job`` in the writing thread, after the captures in the queue."""
         self._start()
         self._jobs.put(job)
+
+    def annotate(self, annotations: Annotations) -> None:
+        """Write the annotations of a base as soon as the base is committed."""
+        base = BaseId(annotations.timeline, annotations.step)
+        self.committer.writer.annotations.add(annotations)
+        # Through the queue: if the base is committed already, nobody else writes them.
+        self.queue(lambda: self._write_annotations(base))
+
+    def _write_annotations(self, base: BaseId) -> None:
+        writer = self.committer.writer
+        if is_committed(writer, base):
+            writer.annotations.write(base, self._channel.post)
 
     def release(self) -> None:
         """Fail bases that only wait for other ranks: the next start of the job decides on them."""
@@ -339,6 +353,9 @@ class BaseWriter:
                     save.step, self.records, self._timeline.timeout_s, lambda: watched.advance(0)
                 )
                 written = self.committer.persist(plan, bodies, watched)
+                # Before the base counts as durable, which its annotations then are, too.
+                base = BaseId(save.timeline, save.step)
+                self.committer.writer.annotations.write(base, self._channel.post)
                 # Nothing was written, as the base is committed already. Its memory may not be
                 # released before the capture, which may still be in progress, has ended.
                 if not written:

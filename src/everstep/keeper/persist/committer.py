@@ -28,6 +28,7 @@ from everstep.commit.base_commit import (
     WriteManifest,
     WriteMarker,
 )
+from everstep.commit.retention import KeepRules
 from everstep.errors import DamageError, EverstepError, FencedError
 from everstep.format import MANIFEST, BasePlan, Marker, base_dir, timeline_dir
 from everstep.format.names import SLOTS_DIR, marker_name
@@ -55,7 +56,7 @@ class Timeline:
         ring: chunks and threads that write to disk and read back.
         timeout_s: seconds without progress after which a transfer counts as hung, and a rank of a
             job as late.
-        keep: number of bases to keep.
+        keep: bases to keep.
         history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
         verified: base that was read back and found intact, if any.
         link: link to the keepers of the other ranks of a job; None for a single rank.
@@ -67,7 +68,7 @@ class Timeline:
     number: int
     ring: ChunkRing
     timeout_s: float
-    keep: int
+    keep: KeepRules
     history: str = "last"
     verified: BaseId | None = None
     link: JobLink | None = None

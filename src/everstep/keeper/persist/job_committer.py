@@ -48,7 +48,7 @@ from everstep.keeper.persist.committer import Timeline, is_committed
 from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.keeper.persist.shard_writer import ShardWriter
-from everstep.keeper.retain import HistoryWindows
+from everstep.keeper.retain import HistoryWindows, KeptBases
 from everstep.restore.fetch.rank_copies import verify_rank
 from everstep.run.fence import Fence
 from everstep.seams.processes import Condition
@@ -140,7 +140,9 @@ class JobCommitter:
             session.rank,
             self,
             unique=f"{session.session}-{session.rank}",
-            windows=HistoryWindows(filesystem, timeline.seams.clock, timeline.history),
+            kept=KeptBases(
+                timeline.keep, HistoryWindows(filesystem, timeline.seams.clock, timeline.history)
+            ),
             fence=Fence(filesystem, timeline.run, timeline.number),
         )
         # A replacement keeper continues the commits of the lost one: its markers are on disk.
@@ -151,7 +153,7 @@ class JobCommitter:
                 cluster,
                 timeline.number,
                 origin,
-                keep=timeline.keep,
+                keep=timeline.keep.newest,
                 pace=pace,
                 spared=timeline.spared,
             )

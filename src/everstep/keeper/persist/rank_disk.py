@@ -42,7 +42,7 @@ from everstep.format import MANIFEST, FileRecord, Manifest, Marker, base_dir
 from everstep.format.names import TEMPORARY_SUFFIX, marker_name, parse_marker, parse_shard
 from everstep.format.reader import read_record_bytes
 from everstep.keeper.retain import (
-    HistoryWindows,
+    KeptBases,
     delete_files,
     perform_deletion,
     retain_log,
@@ -50,6 +50,7 @@ from everstep.keeper.retain import (
 from everstep.restore.fetch.rank_copies import keep_manifest
 from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.run.fence import Fence
+from everstep.run.scan import bases_keeping_log
 from everstep.seams import FileSystem, failpoint
 from everstep.tiers import remove_if_there, write_durably
 from everstep.tiers.durable_files import temporary
@@ -73,8 +74,8 @@ class RankDisk:
     Args:
         files: writes and reads this rank's files.
         unique: suffix that makes the temporary names of this process unique.
-        windows: reads the steps that the log on this disk must keep reachable; None if only bases
-            that are kept anyway have to stay.
+        kept: bases of this disk that stay in addition to the newest ones, whose number rank 0
+            knows; None: there are none.
         fence: fence of the writing process; None: only newer timelines fence it off.
     """
 
@@ -86,7 +87,7 @@ class RankDisk:
         files: RankFiles,
         *,
         unique: str,
-        windows: HistoryWindows | None = None,
+        kept: KeptBases | None = None,
         fence: Fence | None = None,
     ) -> None:
         self._fence = fence
@@ -95,7 +96,7 @@ class RankDisk:
         self._rank = rank
         self._files = files
         self._unique = unique
-        self._windows = windows
+        self._kept = kept
         self._timelines = TimelineCache()
 
     def perform(self, do: Perform) -> Event:
@@ -145,13 +146,12 @@ class RankDisk:
         return BasesSeen(committed, inventory.branches, self._needed(inventory, action.damaged))
 
     def _needed(self, inventory: Inventory, damaged: Collection[BaseId]) -> tuple[BaseId, ...]:
-        """Return the bases that must stay so that every reachable step of the history stays
-        reachable."""
-        if self._windows is None:
+        """Return the bases that stay in addition to the newest ones: those that the rules keep, and
+        those that steps of the history need."""
+        if self._kept is None:
             return ()
-        self._windows.observe(inventory)
         bases = [one for one in inventory.bases if one.status == "committed" or _is_spared(one)]
-        return tuple(sorted(self._windows.needed(inventory, bases, damaged)))
+        return tuple(sorted(self._kept.needed(inventory, bases, damaged)))
 
     def withdraw(self, base: BaseId) -> None:
         """Remove this rank's marker durably, and then its files of a base that will not exist."""
@@ -227,10 +227,15 @@ class RankDisk:
         """
         inventory = scan_run(self._filesystem, self._run, self._timelines)
         check_fence = partial(self._check_fence, timeline)
+        bases = (
+            bases_keeping_log(inventory.bases)
+            if self._kept is None
+            else self._kept.keeping_log(inventory, inventory.bases)
+        )
         retain_log(
             self._filesystem,
             inventory,
-            inventory.bases,
+            bases,
             check_fence,
             own=timeline,
             rank=self._rank,

@@ -11,14 +11,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from everstep.commit import BaseId
 from everstep.errors import AuditError, DamageError, EverstepError
 from everstep.format import BasePlan, FileRecord, ShardIdentity, base_dir
 from everstep.format.header import ShardHeader, ShardPlan, decode_header
+from everstep.format.names import ANNOTATIONS
 from everstep.format.reader import OpenShard, read_body, read_header
+from everstep.format.records import Annotations
 from everstep.format.writer import ChunkRing, Written, digest_shard, write_shard
 from everstep.keeper.log import full_disk_error
 from everstep.run import OpenBase, scan_run
@@ -26,7 +30,13 @@ from everstep.seams import FileSystem, WriteFile, failpoint
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout import Body, ShardLayout
 from everstep.state.layout.shards import at_lsn
-from everstep.tiers import SlotStore, ensure_dir, remove_if_there
+from everstep.tiers import (
+    SlotStore,
+    ensure_dir,
+    remove_if_there,
+    storage_errors,
+    write_durably,
+)
 from everstep.tiers.durable_files import temporary
 
 _log = logging.getLogger("everstep.keeper")
@@ -221,6 +231,43 @@ def _header_bytes(filesystem: FileSystem, path: PurePath, record: FileRecord) ->
         file.close()
 
 
+class PendingAnnotations:
+    """Annotations of bases that are not committed yet. Any thread may add some.
+
+    Args:
+        run: the run folder.
+    """
+
+    def __init__(self, filesystem: FileSystem, run: PurePath) -> None:
+        self._filesystem = filesystem
+        self._run = run
+        self._pending: dict[BaseId, Annotations] = {}
+        self._lock = threading.Lock()
+
+    def add(self, annotations: Annotations) -> None:
+        """Keep annotations until their base is committed; they replace earlier ones."""
+        with self._lock:
+            self._pending[BaseId(annotations.timeline, annotations.step)] = annotations
+
+    def write(self, base: BaseId, post: Callable[[EverstepError], None]) -> None:
+        """Write the annotations of a committed base, if there are any; forget those of older bases.
+
+        Args:
+            post: called with the error if they cannot be written: the base itself is durable.
+        """
+        with self._lock:
+            annotations = self._pending.get(base)
+            self._pending = {one: kept for one, kept in self._pending.items() if one > base}
+        if annotations is None:
+            return
+        path = base_dir(self._run, base.timeline, base.step) / ANNOTATIONS
+        try:
+            with storage_errors("write the annotations of a base", path, step=base.step):
+                write_durably(self._filesystem, path, annotations.encode())
+        except EverstepError as error:
+            post(error)
+
+
 class ShardWriter:
     """Writes the files of one rank, of one base after the other.
 
@@ -233,6 +280,7 @@ class ShardWriter:
     Attributes:
         static: files that bases link to instead of writing them again.
         audit: compares the digests of each base with those of the base before it.
+        annotations: metrics and notes for bases that are not committed yet.
     """
 
     def __init__(
@@ -252,6 +300,7 @@ class ShardWriter:
         self.timeout_s = timeout_s
         self.static = StaticFiles(filesystem, run, ring, timeout_s=timeout_s)
         self.audit = DigestAudit()
+        self.annotations = PendingAnnotations(filesystem, run)
 
     def write(
         self, plan: BasePlan, bodies: Sequence[Body], progress: ProgressSink

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Protocol
 
+from everstep.commit.retention import KeepRules
 from everstep.errors import KeeperError, StateError
+from everstep.format.records import Annotations
 from everstep.format.writer import ChunkRing
 from everstep.keeper.held import NewestCapture
 from everstep.keeper.log import Logs
@@ -16,7 +18,7 @@ from everstep.keeper.process.duty import AttachedTrainer, Handler, ServedTimelin
 from everstep.keeper.replica import Rebuilds
 from everstep.link import Save, error_to_wire
 from everstep.link.capture import Capture, Incoming
-from everstep.link.messages import JobSession, mailbox_error, plan_from_wire
+from everstep.link.messages import JobSession, from_plain, mailbox_error, plan_from_wire
 from everstep.link.wire import error_from_wire
 from everstep.seams import Seams, failpoint
 from everstep.seams.mailbox import TcpMailbox
@@ -86,6 +88,7 @@ class Bases:
             "persist": self.persist,
             "abandon": self.abandon,
             "forget": self.forget,
+            "annotate": self.annotate,
         }
 
     def serve(self, timeline: ServedTimeline) -> None:
@@ -98,7 +101,7 @@ class Bases:
                 timeline.number,
                 self._ring,
                 timeline.timeout_s,
-                keep=settings["keep"],
+                keep=from_plain(settings["keep"], KeepRules),
                 history=settings.get("history", "last"),
                 verified=timeline.verified,
                 link=timeline.link,
@@ -263,6 +266,11 @@ class Bases:
         if capture is not None and capture.parked:
             del trainer.captures[capture.number]
         self._newest_capture.forget(message["number"], trainer.arena)
+
+    def annotate(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
+        """Receive metrics and a note for a base."""
+        assert self.writer is not None
+        self.writer.annotate(from_plain(message["annotations"], Annotations))
 
     def lose(self, trainer: AttachedTrainer) -> None:
         """Drop captures that are incomplete: the trainer has ended."""

@@ -9,9 +9,11 @@ Runs in the keeper process, after each commit. Read in this order:
 
 from everstep.keeper.retain.history import HistoryFlush, HistoryWindows
 from everstep.keeper.retain.retention import (
+    KeptBases,
     ReadBack,
     Retention,
     delete_files,
+    kept_by,
     perform_deletion,
     retain_log,
 )
@@ -19,9 +21,11 @@ from everstep.keeper.retain.retention import (
 __all__ = [
     "HistoryFlush",
     "HistoryWindows",
+    "KeptBases",
     "ReadBack",
     "Retention",
     "delete_files",
+    "kept_by",
     "perform_deletion",
     "retain_log",
 ]

@@ -288,7 +288,7 @@ class HistoryWindows:
                 deletes.
         """
         # Otherwise the history holds only steps that the bases kept anyway lead to.
-        if not self._history.is_more:
+        if not self._history.is_more or (victims is not None and not victims):
             return set()
         lsns = {
             base.id: base.manifest.markers[0].lsn

@@ -15,7 +15,7 @@ Works on a *place*: the run folder, or a tier with copies of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import PurePath
 
@@ -35,14 +35,15 @@ from everstep.commit.base_commit import (
 )
 from everstep.commit.lineage import Branch
 from everstep.commit.log_reach import needed_by
-from everstep.commit.retention import plan_retention
+from everstep.commit.retention import KeepRules, plan_retention
 from everstep.errors import DamageError, FencedError, StorageError
 from everstep.format import MANIFEST, timeline_dir
 from everstep.format.names import (
-    AUDIT_RECORD,
     CONDEMNED,
     DELETING,
     LOG_DIR,
+    PIN_RECORD,
+    RECORDS_OF_BASE,
     SLOTS_DIR,
     TEMPORARY_SUFFIX,
     parse_marker,
@@ -112,6 +113,10 @@ def perform_deletion(
         if isinstance(action, Lift):
             lifted = uncondemn(filesystem, path)
             return Lifted() if lifted else AlreadyDeleted(newest())
+        # A pin that came after the plan: whoever pins a base looks for the mark after it.
+        if any(entry.name == PIN_RECORD for entry in filesystem.scan(path)):
+            uncondemn(filesystem, path)
+            return AlreadyDeleted(newest())
         # Fails if a resuming process has lifted the mark first: of two renames one succeeds.
         filesystem.rename(path / CONDEMNED, path / DELETING)
         _delete_files(filesystem, path, slots)
@@ -196,7 +201,7 @@ def _delete_files(
     filesystem.sync_dir(base)
     # The mark goes last, after the removal of the data is durable: a crash before that point
     # leaves a directory that the next sweep recognizes as half-deleted.
-    for name in (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING):
+    for name in RECORDS_OF_BASE:
         remove_if_there(filesystem, base / name)
     # A directory with files of the user stays.
     with contextlib.suppress(OSError):
@@ -207,7 +212,7 @@ def _delete_files(
 def retain_log(
     filesystem: FileSystem,
     inventory: Inventory,
-    bases: Iterable[BaseFound],
+    bases: Collection[BaseId],
     check_fence: Callable[[], None],
     *,
     own: int,
@@ -217,7 +222,7 @@ def retain_log(
     """Delete the log segments that can be replayed on none of the bases that are left.
 
     Args:
-        bases: bases that are left.
+        bases: bases whose log stays (:func:`~everstep.run.scan.bases_keeping_log`).
         check_fence: raises if a newer timeline has begun.
         own: timeline of this process. Segments of a newer one belong to the process that has
             superseded this one.
@@ -228,14 +233,13 @@ def retain_log(
     Raises:
         FencedError: a newer timeline has begun.
     """
-    left = bases_keeping_log(bases)
     for number in sorted(n for n in inventory.timelines if n <= own):
         if inventory.may_hold(number, LOG_DIR):
             delete_segments(
                 filesystem,
                 inventory.path,
                 number,
-                lambda segment: not needed_by(segment, left),
+                lambda segment: not needed_by(segment, bases),
                 check_fence,
                 own=own,
                 rank=None if leads and number < own else rank,
@@ -342,13 +346,59 @@ def _delete_segment(
     return True
 
 
+def kept_by(
+    rules: KeepRules,
+    bases: Iterable[BaseFound],
+    branches: Mapping[int, Branch],
+    damaged: Collection[BaseId] = (),
+) -> set[BaseId]:
+    """Return the good bases that the rules or a pin keep in addition to the newest ones."""
+    good = [base for base in bases if base.id not in damaged]
+    metrics = {
+        base.id: {} if base.annotations is None else base.annotations.metrics for base in good
+    }
+    return rules.kept(metrics, {base.id for base in good if base.is_pinned}, branches)
+
+
+class KeptBases:
+    """Bases that stay in addition to the newest ones, and bases whose log stays.
+
+    Args:
+        rules: bases to keep.
+        windows: reads the steps that the log must keep reachable.
+    """
+
+    def __init__(self, rules: KeepRules, windows: HistoryWindows) -> None:
+        self._rules = rules
+        self._windows = windows
+
+    def needed(
+        self, inventory: Inventory, bases: Collection[BaseFound], damaged: Collection[BaseId]
+    ) -> set[BaseId]:
+        """Return the bases that the rules keep, and those that steps of the history need."""
+        self._windows.observe(inventory)
+        kept = kept_by(self._rules, bases, inventory.branches, damaged)
+        return kept | self._windows.needed(inventory, bases, damaged)
+
+    def keeping_log(
+        self,
+        inventory: Inventory,
+        bases: Collection[BaseFound],
+        damaged: Collection[BaseId] = (),
+    ) -> list[BaseId]:
+        """Return the bases whose log stays: not those that only the rules keep."""
+        kept = kept_by(self._rules, bases, inventory.branches, damaged)
+        kept -= self._windows.needed(inventory, bases, damaged, kept)
+        return bases_keeping_log(bases, kept, self._rules.newest)
+
+
 class ReadBack:
     """Plans retention in one place, and reads back the base that a plan relies on.
 
     Args:
         filesystem: the place.
         ring: lends the chunks to read into.
-        keep: number of bases to keep.
+        keep: bases to keep.
         timeout_s: seconds without progress after which a single transfer counts as hung.
         tier: kind of the place, for errors.
         url: URL of a tier that holds copies; empty for the run folder.
@@ -363,7 +413,7 @@ class ReadBack:
         filesystem: FileSystem,
         ring: Callable[[], AbstractContextManager[ChunkRing]],
         *,
-        keep: int,
+        keep: KeepRules,
         timeout_s: float,
         tier: str = "disk",
         url: str = "",
@@ -397,9 +447,10 @@ class ReadBack:
             plan = plan_retention(
                 bases,
                 branches,
-                keep=self._keep,
+                keep=self._keep.newest,
                 verified=self.verified,
                 damaged=self.damaged,
+                needed=kept_by(self._keep, bases.values(), branches, self.damaged),
             )
             # The result of a read-back changes the plan: repeat until it relies on verified bases
             # only.
@@ -460,7 +511,7 @@ class Retention:
         fence: fence of the process; names the run folder and the timeline.
         ring: chunks to read bases back into.
         slots: parks data files of deleted bases.
-        keep: number of bases to keep, at least 1.
+        keep: bases to keep.
         timeout_s: seconds without progress after which a single transfer counts as hung.
         history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
         clock: its monotonic time measures the age of segments.
@@ -472,7 +523,7 @@ class Retention:
         ring: ChunkRing,
         slots: SlotStore,
         *,
-        keep: int,
+        keep: KeepRules,
         timeout_s: float,
         history: str = "last",
         clock: Clock,
@@ -485,6 +536,7 @@ class Retention:
         self._timeline = fence.timeline
         self._fence = fence
         self._slots = slots
+        self._kept = KeptBases(keep, self._windows)
         self._good = ReadBack(
             filesystem, lambda: contextlib.nullcontext(ring), keep=keep, timeout_s=timeout_s
         )
@@ -615,7 +667,13 @@ class Retention:
         inventory = self.scan()
         # A damaged base counts: another copy of it may be intact, and then needs the log.
         left = [b for b in inventory.bases if b.is_usable or b.status == "damaged"]
-        retain_log(self._filesystem, inventory, left, self._fence.check, own=self._timeline)
+        retain_log(
+            self._filesystem,
+            inventory,
+            self._kept.keeping_log(inventory, left, self._good.damaged),
+            self._fence.check,
+            own=self._timeline,
+        )
 
     def _remove_temporary(self, directory: PurePath) -> None:
         # The directory may be deleted at the same time, by another rank or by the user.
@@ -634,7 +692,7 @@ def _only_ours(base: BaseFound) -> bool:
 
     def ours(name: str) -> bool:
         name = name.removesuffix(TEMPORARY_SUFFIX)
-        known = name in (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING)
+        known = name in RECORDS_OF_BASE
         return known or parse_marker(name) is not None or parse_shard(name) is not None
 
     return all(entry.kind == "file" and ours(entry.name) for entry in base.files)

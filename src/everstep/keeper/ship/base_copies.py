@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -29,15 +29,21 @@ from everstep.commit import BaseId, split_by_history
 from everstep.commit.job import COORDINATOR, CopyMessage
 from everstep.commit.job.messages import CopyProgress, CopyReply, CopyRequest, CopySettled
 from everstep.commit.peer_copies import CopyRound
+from everstep.commit.retention import KeepRules
 from everstep.errors import (
     DeadlineError,
     EverstepError,
-    FencedError,
     StorageError,
 )
 from everstep.format import MANIFEST, FileRecord, Manifest, Marker, base_dir, timeline_dir
 from everstep.format.message_codec import Stored
-from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, marker_name
+from everstep.format.names import (
+    ANNOTATIONS,
+    PIN_RECORD,
+    RUN_RECORD,
+    TIMELINE_RECORD,
+    marker_name,
+)
 from everstep.format.reader import CheckedFile, OpenShard, read_record_bytes
 from everstep.format.records import RunRecord
 from everstep.keeper.persist import JobLink
@@ -46,7 +52,7 @@ from everstep.restore.fetch.rank_copies import foreign
 from everstep.run import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.seams import Clock, FileSystem, ReadFile, failpoint
 from everstep.seams.filesystem import observed
-from everstep.tiers import read_record
+from everstep.tiers import MemoryFile, read_record
 
 _log = logging.getLogger("everstep.keeper")
 _POLL_S = 0.1
@@ -207,7 +213,7 @@ class BaseCopies(BaseCopier):
 
     Args:
         group: ranks that copy together; this rank chooses the base and commits the copy.
-        keep: number of copies to keep.
+        keep: copies to keep.
         every_s: minimum seconds from the start of one copy to the start of the next.
     """
 
@@ -218,7 +224,7 @@ class BaseCopies(BaseCopier):
         run: PurePath,
         group: CopyGroup,
         *,
-        keep: int,
+        keep: KeepRules,
         every_s: float = 0.0,
     ) -> None:
         super().__init__(courier, filesystem, run, group)
@@ -232,6 +238,7 @@ class BaseCopies(BaseCopier):
         self._every_s = every_s
         self._timelines = TimelineCache()
         self._published = False
+        self._annotations: dict[PurePath, bytes] = {}  # as copied by this process
         self._round: CopyRound | None = None
         self._base_in_turn: BaseId | None = None
 
@@ -307,14 +314,30 @@ class BaseCopies(BaseCopier):
         if self._published:
             self._verify_place(inventory)
         else:
-            self._publish(inventory)
+            self._place.publish(inventory, self._filesystem)
             self._published = True
         base = committed[in_history[0]]
         is_copied = self._place.size_of(self._name(base.path / MANIFEST)) is not None
         if not is_copied and not self._copy(base):
             return None
+        self._copy_annotations(committed.values())
         self.courier.stats.step = base.id.step
         return base.id
+
+    def _copy_annotations(self, bases: Iterable[BaseFound]) -> None:
+        """Copy annotations and pins that have changed: retention of the copies goes by them."""
+        for base in bases:
+            for name in (ANNOTATIONS, PIN_RECORD):
+                if all(file.name != name for file in base.files):
+                    continue
+                path = base.path / name
+                # The base may be deleted meanwhile, or its pin removed.
+                with contextlib.suppress(FileNotFoundError):
+                    data = read_record_bytes(self._filesystem, path)
+                    copied = self._annotations.get(path) == data
+                    if not copied and self._place.size_of(self._name(base.path / MANIFEST)):
+                        self._place.tier.put(self._name(path), MemoryFile([memoryview(data)]))
+                        self._annotations[path] = data
 
     def _may_copy(self, base: BaseFound) -> bool:
         """Return True if this keeper, or those of all ranks together, have the files of the base.
@@ -433,29 +456,6 @@ class BaseCopies(BaseCopier):
             path=self._place.url,
             hint="their keepers have ended or hang; the next base will be copied",
         )
-
-    def _publish(self, inventory: Inventory) -> None:
-        """Write the records of the run and its timelines, which define the history of the
-        copies.
-        """
-        place = self._place
-        # Encoded again instead of copied: the file on disk may be damaged, and the id is known
-        # from the other records.
-        if not place.tier.create(RUN_RECORD, RunRecord(inventory.run or "").encode()):
-            raise foreign(place.tier, "of another run")
-        for number in sorted(inventory.timelines):
-            path = timeline_dir(self._run, number) / TIMELINE_RECORD
-            if number > place.timeline or inventory.timelines[number] is None:
-                continue
-            name = self._name(path)
-            if not place.tier.create(name, read_record_bytes(self._filesystem, path)):
-                raise FencedError(
-                    f"timeline {number} in {place.url} was opened by another process from "
-                    "the copies alone: the two histories have diverged",
-                    tier=place.kind,
-                    path=f"{place.url}/{name}",
-                    hint="stop one of the two processes, or copy to another place",
-                )
 
     def _verify_place(self, inventory: Inventory) -> None:
         """Verify that the place still holds this run: it was not unmounted, emptied or replaced."""

@@ -23,6 +23,7 @@ from pathlib import PurePath
 from typing import Protocol
 
 from everstep.commit import BaseId
+from everstep.commit.retention import KeepRules
 from everstep.errors import (
     DamageError,
     EverstepError,
@@ -31,13 +32,22 @@ from everstep.errors import (
     StorageError,
 )
 from everstep.format import MANIFEST, Marker, timeline_dir
-from everstep.format.names import CONDEMNED, TIMELINE_RECORD, marker_name, parse_marker
+from everstep.format.names import (
+    CONDEMNED,
+    RUN_RECORD,
+    TIMELINE_RECORD,
+    marker_name,
+    parse_marker,
+)
+from everstep.format.reader import read_record_bytes
+from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain import ReadBack
 from everstep.keeper.ship.senders import CopyStats
+from everstep.restore.fetch.rank_copies import foreign
 from everstep.run import BaseFound, Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.run.uncondemn import uncondemn_in_tier
-from everstep.seams import Clock
+from everstep.seams import Clock, FileSystem
 from everstep.seams.filesystem import observed
 from everstep.seams.processes import Condition
 from everstep.tiers import Tier, read_record
@@ -89,6 +99,34 @@ class CopyPlace:
                 path=self.url,
                 hint="another process has resumed this run: stop this one, or use another place",
             )
+
+    def publish(self, inventory: Inventory, filesystem: FileSystem) -> None:
+        """Write the records of the run and its timelines, which define the history of the copies.
+
+        Args:
+            inventory: contents of the run folder, which lies on ``filesystem``.
+
+        Raises:
+            ForeignDirectoryError: the place holds another run.
+            FencedError: a timeline was opened there by another process.
+        """
+        # Encoded again instead of copied: the file on disk may be damaged, and the id is known
+        # from the other records.
+        if not self.tier.create(RUN_RECORD, RunRecord(inventory.run or "").encode()):
+            raise foreign(self.tier, "of another run")
+        for number in sorted(inventory.timelines):
+            path = timeline_dir(inventory.path, number) / TIMELINE_RECORD
+            if number > self.timeline or inventory.timelines[number] is None:
+                continue
+            name = path.relative_to(inventory.path).as_posix()
+            if not self.tier.create(name, read_record_bytes(filesystem, path)):
+                raise FencedError(
+                    f"timeline {number} in {self.url} was opened by another process from "
+                    "the copies alone: the two histories have diverged",
+                    tier=self.kind,
+                    path=f"{self.url}/{name}",
+                    hint="stop one of the two processes, or copy to another place",
+                )
 
     def create(self, name: str, data: bytes) -> None:
         """Write a record, unless it exists already with the same content.
@@ -159,7 +197,7 @@ class CopyRetention:
     was read back, when no rank copies them any more.
 
     Args:
-        keep: number of copies to keep.
+        keep: copies to keep.
         post: called with the error of a damaged copy.
         timeout_s: timeout of a single transfer, in seconds.
         several: True if several ranks make the copies.
@@ -168,7 +206,7 @@ class CopyRetention:
     def __init__(
         self,
         place: CopyPlace,
-        keep: int,
+        keep: KeepRules,
         post: Callable[[DamageError], None],
         *,
         timeout_s: float,

@@ -8,6 +8,7 @@ server does, perhaps never, and a thread in such a call cannot be interrupted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from everstep.commit import BaseId
 from everstep.commit.job import COORDINATOR, CopyMessage
 from everstep.commit.job.messages import CopyReply, CopyRequest
+from everstep.commit.retention import KeepRules
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format import ShardIdentity
-from everstep.link.messages import KeeperStats, identity_from_wire
+from everstep.link.messages import KeeperStats, from_plain, identity_from_wire
 from everstep.seams import Seams
 from everstep.seams.filesystem import observed
 from everstep.tiers import TierOptions
@@ -69,6 +71,7 @@ class Couriers:
                 identity_from_wire(settings["identity"]),
                 timeline.log,
                 timeline.channel.post,
+                keep=from_plain(settings["keep"], KeepRules),
                 timeout_s=timeline.timeout_s,
                 link=timeline.link,
             )
@@ -82,6 +85,7 @@ class Couriers:
         log: LogStore,
         post: Callable[[EverstepError], None],
         *,
+        keep: KeepRules,
         timeout_s: float,
         link: JobLink | None = None,
     ) -> None:
@@ -92,11 +96,13 @@ class Couriers:
             identity: identity of this rank; its timeline is copied.
             log: log of this rank.
             post: called with errors.
+            keep: bases to keep; a place may keep another number of newest ones.
             timeout_s: seconds without progress after which a transfer counts as hung.
             link: link to the keepers of the other ranks; None: there is one rank.
         """
         self._link = link
         self._post = post
+        self._keep = keep
         for number, fields in enumerate(places):
             self._open(number, TierOptions(**fields), identity, log, timeout_s)
         if link is not None:
@@ -110,6 +116,7 @@ class Couriers:
         log: LogStore,
         timeout_s: float,
     ) -> None:
+        keep = replace(self._keep, newest=options.keep or self._keep.newest)
         # Loaded at first use, as most runs need none: training waits for a keeper to start.
         from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup, FollowingCopies
         from everstep.keeper.ship.courier import Courier
@@ -131,6 +138,7 @@ class Couriers:
                 log,
                 identity,
                 batch_steps=options.log_steps,
+                keep=keep,
                 lossy=shrinking(options),
             )
             steps.start()
@@ -139,7 +147,6 @@ class Couriers:
         group = CopyGroup(self._link, clock, number, identity.rank, identity.world, timeout_s)
         bases: BaseCopies | FollowingCopies
         if self._link is None or identity.rank == COORDINATOR:
-            keep = options.keep or 1
             bases = BaseCopies(courier, files, self._run, group, keep=keep, every_s=options.every_s)
         else:
             bases = FollowingCopies(courier, files, self._run, group)

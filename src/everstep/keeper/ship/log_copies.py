@@ -22,6 +22,7 @@ from functools import partial
 from everstep.commit import BaseId
 from everstep.commit.job import COORDINATOR
 from everstep.commit.log_reach import needed_by
+from everstep.commit.retention import KeepRules
 from everstep.errors import DamageError, DeadlineError, FormatError, StorageError
 from everstep.format import Marker, ShardIdentity, timeline_dir
 from everstep.format.log import LogRecord, plan_segment
@@ -36,6 +37,7 @@ from everstep.format.names import (
 )
 from everstep.format.writer import digest_shard
 from everstep.keeper.log import LogStore
+from everstep.keeper.retain import kept_by
 from everstep.keeper.ship.courier import ROOT, CopyWork, Courier
 from everstep.restore.fetch.held import copy_steps
 from everstep.run.scan import bases_keeping_log
@@ -62,6 +64,7 @@ class LogCopies(CopyWork):
         log: log of this rank. Its records are released as soon as a newer base is durable.
         identity: identity of this rank; each segment gets its own step and LSN.
         batch_steps: minimum steps per segment while training goes on.
+        keep: copies of bases that are kept there.
         lossy: makes a record approximate; None: records are copied exactly.
 
     Attributes:
@@ -75,12 +78,14 @@ class LogCopies(CopyWork):
         identity: ShardIdentity,
         *,
         batch_steps: int,
+        keep: KeepRules,
         lossy: Callable[[LogRecord], LogRecord] | None = None,
     ) -> None:
         self.courier = courier
         self._log = log
         self._identity = identity
         self._batch_steps = batch_steps
+        self._keep = keep
         self._lossy = lossy
         self._flushing = False
         self._retains = False
@@ -267,7 +272,8 @@ class LogCopies(CopyWork):
         place = self.courier.place
         own = self._identity
         inventory = place.inventory()
-        bases = bases_keeping_log(inventory.bases)
+        kept = kept_by(self._keep, inventory.bases, inventory.branches)
+        bases = bases_keeping_log(inventory.bases, kept, self._keep.newest)
         committed = [base.id for base in inventory.bases if base.status == "committed"]
         # The listing may be outdated: without any base it says nothing about needed segments.
         if not committed:

@@ -7,6 +7,7 @@ log is replayed up to the step before. A resume always ends in the state of one 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -37,7 +38,7 @@ from everstep.restore.start.report import ResumeRequest, missing_sections
 from everstep.run import BaseFound, Chain, Inventory, OpenBase, Skipped, scan_run
 from everstep.run.log_reads import Prefetch
 from everstep.run.scan import candidates
-from everstep.seams.progress import print_line, progress
+from everstep.seams.progress import log_or_print, progress
 
 
 class ChoiceGoneError(Exception):
@@ -156,7 +157,7 @@ class OneRankChoice:
                 timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
                 why = f"the log cannot be replayed: {error.message}"
                 skipped.append(Skipped(timeline, at, why))
-                print_line(f"everstep: {run}: step {at}: {why}")
+                log_or_print(f"{run}: step {at}: {why}", level=logging.WARNING)
                 # In one pass over several steps the failing one is unknown. Step by step, the log
                 # is cut before it.
                 steps = () if together else chain.steps[: restored.replayed]

@@ -15,6 +15,7 @@ from everstep.arena import Arena
 from everstep.commit import BaseId
 from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead
+from everstep.format.records import Annotations
 from everstep.keeper.held import recalled_from_wire
 from everstep.link import BackgroundChannel, Connection, Save, complete, error_to_wire, fail
 from everstep.link.assembly import Assembly, Samples, assembly_to_wire
@@ -27,6 +28,7 @@ from everstep.link.messages import (
     begin_to_wire,
     layout_to_wire,
     parts_of,
+    to_plain,
 )
 from everstep.link.wire import error_from_wire
 from everstep.restore.fetch import KeeperContents
@@ -229,7 +231,7 @@ class RemoteKeeper:
             {
                 "kind": "serve",
                 "timeline": timeline,
-                "keep": terms.options.keep,
+                "keep": to_plain(terms.options.keep),
                 "verified": None if verified is None else [verified.timeline, verified.step],
                 "log": terms.log(),
                 "history": terms.options.log.history,
@@ -277,6 +279,10 @@ class RemoteKeeper:
             return recalled_from_wire(reply, [Arena.attach(fd) for fd in fds])
         finally:
             close_descriptors(fds)
+
+    def annotate(self, annotations: Annotations) -> None:
+        """Let the keeper write metrics and a note to a base, once that is committed."""
+        self.send({"kind": "annotate", "annotations": to_plain(annotations)})
 
     def forget_all(self) -> None:
         """Let the keeper free the memory of earlier training processes."""

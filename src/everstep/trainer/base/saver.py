@@ -136,7 +136,7 @@ class Saver(Participant):
         size_bytes = min(size_bytes, max(0, pool.arena.size_bytes - beside_bytes))
         self._context.lane.warm(survey.tensors.values(), pool.whole[:size_bytes], pool.warm)
 
-    def park(self, identity: ShardIdentity) -> None:
+    def park(self, mark: Mark) -> None:
         """Keep a capture of a step without a base in memory, if the method captures every step."""
 
     def persist_parked(self) -> None:

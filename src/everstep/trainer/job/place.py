@@ -75,7 +75,7 @@ class RunPlace:
             StorageError, RecoveryError: A run folder cannot be used.
         """
         named, peers = split_peers(tiers, options.method.tiers)
-        places = validate_tiers(named, options.keep, peers, logs=options.logs)
+        places = validate_tiers(named, options.keep.newest, peers, logs=options.logs)
         job = join_job(seams, options.progress_timeout_s)
         refuse_unsupported(options)
         if job is None:

@@ -11,6 +11,7 @@ record is returned, and a new base becomes due."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ from everstep.restore.load.load import nonfinite_parameter
 from everstep.seams import failpoint
 from everstep.seams.fingerprint import FingerprintWatch
 from everstep.seams.processes import wait_done
-from everstep.seams.progress import print_line
+from everstep.seams.progress import log_or_print
 from everstep.state.layout import ShardLayout
 from everstep.state.survey import Survey
 from everstep.state.values.objects import encode
@@ -236,7 +237,7 @@ class Recorder(Participant):
         survey = mark.survey
         if target is None or survey is None:
             return False
-        step = mark.identity.step
+        step = mark.step
         untracked = False
         if why := self._retry.due(step):
             self.base_due = self.base_due or why
@@ -245,7 +246,7 @@ class Recorder(Participant):
         if last_marked is not None and step != last_marked + 1:
             self._add_hole(f"step {last_marked + 1} ended in an error")
         with self._recording(step):
-            untracked = self._mark(target, survey, mark.identity.lsn, step)
+            untracked = self._mark(target, survey, mark.position.lsn, step)
             self.disk.over(step)
         return untracked
 
@@ -344,9 +345,10 @@ class Recorder(Participant):
             if bad.step is None
             else f"; to keep the state before, call ckpt.rewind({bad.step - 1}) first"
         )
-        print_line(
-            f"everstep: {self._run}: no last base of step {step} is taken, as its parameters are "
-            f"not finite ({bad.message}); to take one, call ckpt.save() before close(){before}"
+        log_or_print(
+            f"{self._run}: no last base of step {step} is taken, as its parameters are "
+            f"not finite ({bad.message}); to take one, call ckpt.save() before close(){before}",
+            level=logging.WARNING,
         )
         return True
 

@@ -31,7 +31,7 @@ from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base import PlannedCopies, PreparedBase, Saver
-from everstep.trainer.participant import BaseRequest, Participant, TrainingContext
+from everstep.trainer.participant import BaseRequest, Mark, Participant, TrainingContext
 from everstep.trainer.schedule.scheduler import Scheduler
 
 
@@ -86,7 +86,7 @@ class ScheduledSaver(Saver):
         parked = self._parked
         return None if parked is None else parked.step
 
-    def park(self, identity: ShardIdentity) -> None:
+    def park(self, mark: Mark) -> None:
         """Take a capture that stays in memory until a newer one is complete.
 
         Does nothing without a keeper process, where it would not survive a crash, and with several
@@ -101,6 +101,7 @@ class ScheduledSaver(Saver):
         self.scheduler.end_step()
         if not self._can_park or self._process is None:
             return
+        identity = mark.identity
         save = self._newest = Save(identity.step, identity.timeline, parked=True)
         with failing_save(save, self.post):
             self._take(identity, save, None, show=False)

@@ -35,7 +35,7 @@ from torch import nn
 from everstep.capture import Batch, Dispatch, Lane, plan_batches
 from everstep.capture.dispatch import Duplicates, Observed, StepEvents, Unit
 from everstep.plan.schedule import Leaving, StepPlan, plan_departures
-from everstep.seams.progress import print_line
+from everstep.seams.progress import log_or_print
 from everstep.state.layout.shards import overlaps
 from everstep.state.training_state import State
 from everstep.trainer.base import PreparedBase
@@ -572,8 +572,8 @@ class Scheduler:
                 f"each step waits {plan.wait_s * 1e3:.1f} ms for them; a link of "
                 f"{decimal(round(min(plan.needed_bytes_per_s, 1e18)))}/s would do"
             )
-        print_line(
-            f"everstep: {self._run}: plan {plans} of captures{because}: a step of "
+        log_or_print(
+            f"{self._run}: plan {plans} of captures{because}: a step of "
             f"{plan.step_s * 1e3:.1f} ms, copies at {decimal(round(plan.link_bytes_per_s))}/s, "
             f"{decimal(plan.duplicated_bytes)} duplicated; as predicted {waits}"
         )

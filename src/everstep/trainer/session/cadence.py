@@ -13,19 +13,20 @@ steps would be lost. All methods run in the training thread, at the end of a ste
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from pathlib import PurePath
 from typing import Any
 
 from rich.filesize import decimal
 
+from everstep.commit.job import COORDINATOR
 from everstep.config import Every, Options
 from everstep.errors import InfeasibleError
 from everstep.link import Save
 from everstep.plan import Estimator, FailurePrior, checkfreq_interval, seldom, without_log
-from everstep.seams.progress import print_line
+from everstep.seams.progress import log_or_print
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base import Saver
 from everstep.trainer.budget import (
@@ -382,7 +383,7 @@ class _LogSpace:
         assert self._recorder is not None
         self._recorder.disk.stop()
         _say(
-            self._context.run,
+            self._context,
             f"{budget_in_words(self._options)}: from now on the log stays in memory ({why}); "
             "a lost machine then costs all steps after the newest base",
         )
@@ -664,11 +665,14 @@ class Cadence(Participant):
         return most <= (1 - HYSTERESIS) * budget
 
     def _say(self, text: str) -> None:
-        _say(self._context.run, text)
+        _say(self._context, text)
 
 
-def _say(run: PurePath, text: str) -> None:
-    print_line(f"everstep: {run}: {text}")
+def _say(context: TrainingContext, text: str) -> None:
+    # One rank speaks for all: there may be thousands.
+    speaks = context.state.ranks.rank == COORDINATOR
+    level = logging.INFO if speaks else logging.DEBUG
+    log_or_print(f"{context.run}: {text}", level=level)
 
 
 def _steps(count: int) -> str:

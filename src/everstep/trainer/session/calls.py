@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from everstep.capture.update_hooks import in_thread
 from everstep.config import Every, KeeperOptions, is_int, is_number
 from everstep.config.given import is_sequence, refuse_unknown
+from everstep.config.keep import policy_of
 from everstep.config.method import Method
 from everstep.config.options import Budget, LogOptions, Preemption
 from everstep.errors import OptionError, StateError, UnavailableError
@@ -244,6 +246,45 @@ def check_timeout(timeout_s: float | None) -> None:
         )
 
 
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as finite numbers by name; others, such as NaN, are left out.
+
+    Raises:
+        OptionError: They are not a mapping of names to numbers.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise OptionError(f"metrics must be a mapping of names to numbers, not {metrics!r}")
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not 0 < len(name) <= _METRIC_CHARS_MAX:
+            raise OptionError(
+                f"metrics: {name!r} is not a name of 1 to {_METRIC_CHARS_MAX} letters"
+            )
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise OptionError(f"metrics[{name!r}] must be a number, not {value!r}") from error
+        if math.isfinite(number):
+            found[name] = number
+    return found
+
+
+def checked_note(note: str | None) -> str:
+    """Return a note; empty for None.
+
+    Raises:
+        OptionError: It is not a text, or too long.
+    """
+    if note is not None and (not isinstance(note, str) or len(note) > _NOTE_CHARS_MAX):
+        raise OptionError(f"note must be a text of at most {_NOTE_CHARS_MAX} letters")
+    return note or ""
+
+
+_METRIC_CHARS_MAX = 256
+_NOTE_CHARS_MAX = 4096
+
 _KINDS: Mapping[str, Any] = {
     "budget": Budget,
     "every": Every,
@@ -271,7 +312,8 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: arguments by name. Those that are options of their own may be mappings of their
-            fields; of ``tiers`` each item may be one, ``{"where": ...}`` or ``{"peer": {...}}``.
+            fields; of ``tiers`` each item may be one, ``{"where": ...}`` or ``{"peer": {...}}``,
+            and of ``keep``, too (:func:`~everstep.config.keep.policy_of`).
 
     Raises:
         OptionError: an unknown or invalid option, or no path.
@@ -288,6 +330,8 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind in _KINDS.items():
         if isinstance(given.get(name), Mapping):
             given[name] = kind(**given[name])
+    if "keep" in given:
+        given["keep"] = policy_of(given["keep"])
     if is_sequence(given.get("tiers")):
         given["tiers"] = [_tier(one) for one in given["tiers"]]
     return given

@@ -107,7 +107,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     seams = place.seams
     peers = place.peers
     if not options.method.in_memory:
-        refuse_single_base_with_peer(peers, state.ranks, options.keep)
+        refuse_single_base_with_peer(peers, state.ranks, options.keep.newest)
     footprint = Footprint.of(options, place, state)
     memory = footprint.memory
     limits = footprint.limits
@@ -138,7 +138,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         _refuse_lossy_replicas(state, peers, place.tiers, options.method.log)
         limits = limits.on_disk(
             options,
-            options.keep + footprint.bounds.beside,
+            options.keep.bases_max + footprint.bounds.beside,
             footprint.bounds.disk_bytes,
             lambda: free_bytes(seams.filesystem, run) // state.ranks.world,
         )

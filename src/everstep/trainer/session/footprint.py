@@ -5,16 +5,18 @@ Everything is computed before the run folder is opened, so that a refused start 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from rich.filesize import decimal
 
+from everstep.commit.job import COORDINATOR
 from everstep.config import History, Options
 from everstep.keeper.log import folder_bytes
 from everstep.seams import FileSystem
-from everstep.seams.progress import print_line
+from everstep.seams.progress import log_or_print
 from everstep.state.ranks import RankInfo
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere
 from everstep.state.survey import Shape
@@ -139,7 +141,7 @@ def print_footprint(
     *,
     in_process: bool,
 ) -> None:
-    """Print the lines of the start.
+    """Report what the run will take: one line, or several, of rank 0.
 
     Args:
         limits: limits of the log, with those of the disk.
@@ -149,12 +151,14 @@ def print_footprint(
     run = place.run
     name = str(run) if ranks.world == 1 else f"{run}: rank {ranks.rank} of {ranks.world}"
     parks = ranks.world == 1 and not options.method.in_memory
-    print_line(_first_notice(footprint, options, name, parks=parks))
+    # One rank speaks for all: there may be thousands.
+    level = logging.INFO if ranks.rank == COORDINATOR else logging.DEBUG
+    log_or_print(_first_notice(footprint, options, name, parks=parks), level=level)
     filesystem = place.seams.filesystem
     if on_disk := _disk_notice(filesystem, run, options, footprint.bounds, limits, ranks):
-        print_line(f"everstep: {name}: {on_disk}")
+        log_or_print(f"{name}: {on_disk}", level=level)
     for notice in _further_notices(footprint, options, place, state, in_process=in_process):
-        print_line(f"everstep: {name}: {notice}")
+        log_or_print(f"{name}: {notice}", level=level)
 
 
 def _further_notices(
@@ -239,9 +243,10 @@ def _first_notice(footprint: Footprint, options: Options, name: str, *, parks: b
         if History.parse(options.log.history).is_more:
             disk += f" with its bases (history={options.log.history!r})"
     return (
-        f"everstep: {name}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
-        f"host memory {_host_words(footprint, options, parks=parks)}; disk up to {disk}, written "
-        f"{_written_words(footprint, options)} ({budget_in_words(options)})"
+        f"{name}: {options.method_name}, {when}, keep {options.keep.in_words}; "
+        f"state {state}; host memory {_host_words(footprint, options, parks=parks)}; "
+        f"disk up to {disk}, written {_written_words(footprint, options)} "
+        f"({budget_in_words(options)})"
     )
 
 

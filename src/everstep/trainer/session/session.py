@@ -18,18 +18,20 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from everstep.commit import BaseId
+from everstep.commit.job import COORDINATOR
 from everstep.config import Options
 from everstep.errors import DeadlineError, EverstepError, FencedError, KeeperError
+from everstep.format.records import Annotations
 from everstep.link import BackgroundChannel, Save
 from everstep.restore.start import Recovery, describe
-from everstep.seams.progress import print_line, print_line_to
+from everstep.seams.progress import log_or_print
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
@@ -97,6 +99,7 @@ class Session:
         self._calls = calls
         self._at_exit: Callable[[], None] | None = None
         self._last: Save | None = None  # taken by close()
+        self._annotations: Annotations | None = None  # the last ones
         preemption.install()
         self.is_open = True
 
@@ -186,8 +189,12 @@ class Session:
 
     # --- A step -------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """End a step, and take a base if one is due."""
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """End a step, and take a base if one is due.
+
+        Args:
+            metrics: for the base of this step, if one is taken.
+        """
         # Count first: a caller that handles an error raised below has still taken this step.
         self.at.step += 1
         self.parts.state.trains_in = threading.get_ident()
@@ -200,14 +207,15 @@ class Session:
             self.parts.updates.settle()
             self.watch.step_ended()
             with self.parts.channel.raising_storage_errors_last():
-                self._end_step()
+                self._end_step(metrics)
 
-    def _end_step(self) -> None:
+    def _end_step(self, metrics: Mapping[str, float]) -> None:
         self._ready()
+        self._annotate(metrics)
         survey = self.watch.survey() if self.watch.surveys else None
         if survey is not None:
             self.watch.marked(survey)
-        mark = Mark(self.at.identity(), survey)
+        mark = Mark(self.at, survey)
         for participant in self.parts.participants:
             if participant.mark(mark):
                 self.watch.count_untracked_write()
@@ -221,7 +229,7 @@ class Session:
         if due or self._base_due:
             self._take_due_base(survey, busy=busy)
         elif self.parts.keepers.lost is None:
-            self.parts.saver.park(self.at.identity())
+            self.parts.saver.park(mark)
         self.preemption.step_ended(self.at.step, self.save_last)
 
     def _take_due_base(self, survey: Survey | None, *, busy: bool) -> None:
@@ -239,12 +247,31 @@ class Session:
 
     # --- Bases --------------------------------------------------------------------------
 
-    def save(self) -> Save:
-        """Take a base of the last step."""
+    def save(self, metrics: Mapping[str, float], note: str) -> Save:
+        """Take a base of the last step, and annotate it."""
         self._ready()
+        self._annotate(metrics, note)
         self.parts.updates.settle()
         survey, exact = self.watch.survey_for_save()
         return self.take(survey, show=True, exact=exact)
+
+    def _annotate(self, metrics: Mapping[str, float], note: str = "") -> None:
+        """Pass metrics and a note for the base of the current step to the keeper.
+
+        Before the base is taken, so that it counts as durable only together with them.
+        """
+        # The ranks' metrics differ, and a base has only one set of them.
+        if not (metrics or note) or self.parts.state.ranks.rank != COORDINATOR:
+            return
+        earlier = self._annotations
+        at = self.at
+        if earlier is None or (earlier.timeline, earlier.step) != (at.timeline, at.step):
+            earlier = Annotations(at.timeline, at.step, {}, "")
+        self._annotations = replace(
+            earlier, metrics={**earlier.metrics, **metrics}, note=note or earlier.note
+        )
+        assert self.keeper is not None
+        self.keeper.annotate(self._annotations)
 
     def take(
         self, survey: Survey | None, *, show: bool, in_memory: bool = False, exact: bool = True
@@ -292,6 +319,8 @@ class Session:
         Only a single rank does so at once. Several ranks take their next base together as usual.
         """
         self._use_current_keeper()
+        if (annotations := self._annotations) is not None and self.keeper is not None:
+            self.keeper.annotate(annotations)
         alone = self.is_alone
         again = alone and self.watch.is_at_a_step
         self._base_due = not again if alone else self._base_due
@@ -440,10 +469,11 @@ class Session:
         """
         if survey is not None:
             return not self._take_last_base(survey, failed) or bool(failed)
-        print_line(
-            f"everstep: {self.parts.run}: no last base is taken: the state was changed "
+        log_or_print(
+            f"{self.parts.run}: no last base is taken: the state was changed "
             "since the last step (close() before the change takes one). The newest base stays in "
-            "the keeper's memory for a while: resume within that time"
+            "the keeper's memory for a while: resume within that time",
+            level=logging.WARNING,
         )
         return True
 
@@ -560,7 +590,9 @@ def finish_at_exit(
             break
         except EverstepError as error:
             if not saver.is_keeper_loss(error):
-                print_line_to(shown, f"everstep: a base was lost at exit: {error}")
+                log_or_print(
+                    f"a base was lost at exit: {error}", level=logging.WARNING, stream=shown
+                )
             # Other errors are taken from the queue one by one; after this one the wait would hang
             # again.
             if isinstance(error, DeadlineError):
@@ -576,10 +608,11 @@ def _report_log_holder(keeper: Keeper | None, why: str, shown: Any) -> bool:
     """Print which process holds the log after the newest base; return False if none does."""
     if keeper is None or keeper.pid is None or keeper.lost is not None:
         return False
-    print_line_to(
-        shown,
-        f"everstep: {why}: the steps after the newest base are in the memory of the keeper "
+    log_or_print(
+        f"{why}: the steps after the newest base are in the memory of the keeper "
         f"(process {keeper.pid}) for a while; a resume() within that time restores them",
+        level=logging.WARNING,
+        stream=shown,
     )
     return True
 
@@ -590,7 +623,11 @@ def _report_lost_keeper(keeper: Keeper, shown: Any) -> None:
         steps = ", ".join(map(str, sorted(keeper.lost_steps)))
         bases = f" (bases of steps {steps})" if steps else ""
         why = f"{keeper.lost.message}; resume() continues from the newest durable base"
-        print_line_to(shown, f"everstep: data that was not durable{bases} was lost at exit: {why}")
+        log_or_print(
+            f"data that was not durable{bases} was lost at exit: {why}",
+            level=logging.WARNING,
+            stream=shown,
+        )
 
 
 def _stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) -> bool:
@@ -603,18 +640,20 @@ def _stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) -
         return False
     stays = keeper.pid is not None and keeper.lost is None
     if keeper.lost is not None and keeper.replaced:
-        print_line(
-            f"everstep: {run}: no last base of step {step} is taken: another process has taken "
-            f"over the run, and continues without the steps trained here ({keeper.lost.message})"
+        log_or_print(
+            f"{run}: no last base of step {step} is taken: another process has taken "
+            f"over the run, and continues without the steps trained here ({keeper.lost.message})",
+            level=logging.WARNING,
         )
         return False
     where = f"is in the keeper's memory for {options.keeper.linger_s:g} s: resume within that time"
     if not stays:
         whose = "this process only" if keeper.pid is None else "a keeper that was lost"
         where = f"was in the memory of {whose}, and is lost with it"
-    print_line(
-        f"everstep: {run}: no last base of step {step} is taken: the state was changed since "
-        f"(close() before the change takes one). The log since the newest base {where}"
+    log_or_print(
+        f"{run}: no last base of step {step} is taken: the state was changed since "
+        f"(close() before the change takes one). The log since the newest base {where}",
+        level=logging.WARNING,
     )
     return stays
 

@@ -55,6 +55,11 @@ class Position:
         self._state = state
         self._updates = updates
 
+    @property
+    def lsn(self) -> int:
+        """Number of updates so far."""
+        return self._updates.lsn
+
     def identity(self, exact: bool = True) -> ShardIdentity:
         """Return the identity of a base of the current step."""
         state = self._state
@@ -62,7 +67,7 @@ class Position:
             self._run_id,
             self.timeline,
             self.step,
-            self._updates.lsn,
+            self.lsn,
             state.ranks.rank,
             state.ranks.world,
             exact and state.exact,
