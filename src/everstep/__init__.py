@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from everstep.link.save import Save
     from everstep.look.load import load, peek
     from everstep.restore.start.report import Recovery
+    from everstep.tiers.options import PeerOptions, TierOptions
     from everstep.trainer.session.stats import Stats
 
 __all__ = [
@@ -61,9 +62,11 @@ __all__ = [
     "KeeperOptions",
     "LogOptions",
     "Method",
+    "PeerOptions",
     "Recovery",
     "Save",
     "Stats",
+    "TierOptions",
     "__version__",
     "errors",
     "load",
@@ -79,9 +82,11 @@ _WHERE = {
     "KeeperOptions": "config.options",
     "LogOptions": "config.options",
     "Method": "config.method",
+    "PeerOptions": "tiers.options",
     "Recovery": "restore.start.report",
     "Save": "link.save",
     "Stats": "trainer.session.stats",
+    "TierOptions": "tiers.options",
     "load": "look.load",
     "peek": "look.load",
     "presets": "config.method",

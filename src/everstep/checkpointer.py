@@ -94,8 +94,8 @@ class Checkpointer:
             it covers, and is deterministic.
         static: patterns of entries that never change. A change is an error.
         tiers: additional places for copies of the bases: URLs (``"s3://bucket/prefix"``),
-            directories on other disks, or :class:`~everstep.tiers.options.TierOptions`. With
-            several ranks also ``"peer"`` or :class:`~everstep.tiers.options.PeerOptions`: the
+            directories on other disks, or :class:`~everstep.TierOptions`. With
+            several ranks also ``"peer"`` or :class:`~everstep.PeerOptions`: the
             memory of the keeper of the same local rank on the next node. The keeper makes the
             copies in the background. :meth:`resume` reads from them if the run folder lacks a base.
         preempt: handling of the signals that announce the end of a job: True (``Preemption()``) or
