@@ -252,7 +252,7 @@ class LogOptions:
             disk.
         batch_steps: steps in one segment; fewer if they fill a quarter of the log's memory.
             ``"auto"``: as few as the disk sustains, from measurements; 10 until there are any.
-            None: 10, or ``"auto"`` with ``every="auto"``.
+            None: 10, but at most ``lag_steps + 1``; or ``"auto"`` with ``every="auto"``.
         history: steps that can be restored. ``"last"``: steps after the oldest kept base.
             ``"all"``, a time such as ``"2h"`` or a log size such as ``"50GB"``: older steps, too;
             the bases that they are replayed from are then kept beyond ``keep``. Times count
@@ -313,8 +313,7 @@ class LogOptions:
         """Steps of the first segment; of every segment unless chosen while training runs."""
         if isinstance(self.batch_steps, int):
             return self.batch_steps
-        lag_steps = self.lag_steps if self.batch_steps == "auto" else None
-        return _BATCH_STEPS if lag_steps is None else min(_BATCH_STEPS, lag_steps + 1)
+        return _BATCH_STEPS if self.lag_steps is None else min(_BATCH_STEPS, self.lag_steps + 1)
 
     @property
     def on_disk(self) -> bool:

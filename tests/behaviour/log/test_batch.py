@@ -272,11 +272,19 @@ def test_batches_that_are_none(batch_steps: Any) -> None:
 
 
 def test_a_number_that_does_not_go_with_the_lag_is_refused() -> None:
-    for batch_steps in (None, 5):
-        with pytest.raises(OptionError) as caught:
-            LogOptions(to="disk", batch_steps=batch_steps, lag_steps=3)
-        assert caught.value.hint == 'LogOptions(batch_steps=4), or "auto"'
-    assert LogOptions(to="disk", batch_steps="auto", lag_steps=3).batch_first == 4
+    with pytest.raises(OptionError) as caught:
+        LogOptions(to="disk", batch_steps=5, lag_steps=3)
+    assert caught.value.hint == 'LogOptions(batch_steps=4), or "auto"'
+
+
+def test_the_lag_bounds_the_batch_that_nobody_gave() -> None:
+    assert LogOptions(to="disk").batch_first == 10
+    for batch_steps in (None, "auto"):
+        firsts = [
+            LogOptions(to="disk", batch_steps=batch_steps, lag_steps=lag).batch_first
+            for lag in (0, 3, 30)
+        ]
+        assert firsts == [1, 4, 10]
 
 
 def test_a_log_in_memory_has_no_batch(run_folder: Path) -> None:

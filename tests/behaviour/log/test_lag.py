@@ -160,7 +160,7 @@ def test_a_base_that_hangs_is_told_of_and_not_waited_for_again(
 
 def test_ranks_take_a_base_at_the_step_of_a_hole_of_one_of_them(tmp_path: Path) -> None:
     """With a log that may not be behind they ask each other at each step."""
-    path, log = tmp_path / "run", LogOptions(to="disk", batch_steps=1, lag_steps=0)
+    path, log = tmp_path / "run", LogOptions(to="disk", lag_steps=0)
     with trainings(path, path, method="logged", log=log) as ranks:
         resume(ranks)
         train(ranks, 3)
