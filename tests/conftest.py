@@ -36,6 +36,7 @@ import functools  # noqa: E402
 import gc  # noqa: E402
 import random  # noqa: E402
 import shutil  # noqa: E402
+import weakref  # noqa: E402
 from collections.abc import Callable, Iterator, Mapping  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -199,17 +200,19 @@ def seeded() -> None:
 def nothing_waits_for_the_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Checkpointer that a test drops is to be finished when this process exits. Until then it
     would keep its state alive, and each later look at all objects would take longer."""
-    registered: list[Any] = []
+    # Weak: some tests close thousands, and each function holds the memory of its Checkpointer.
+    registered: list[weakref.ref[Any]] = []
     register = atexit.register
 
     def noted(function: Any, *args: Any, **options: Any) -> Any:
-        registered.append(function)
+        registered.append(weakref.ref(function))
         return register(function, *args, **options)
 
     monkeypatch.setattr("everstep.trainer.session.session.atexit.register", noted)
     yield
-    for function in registered:
-        atexit.unregister(function)
+    for reference in registered:
+        if (function := reference()) is not None:
+            atexit.unregister(function)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ and it must be able to go on from there. The counts are printed (``pytest -rP``)
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import PurePath
 
 import pytest
@@ -35,6 +36,13 @@ def passes(report: Report, *, operations_min: int) -> None:
     print(report)
     report.raise_if_any()
     assert report.operations >= operations_min
+
+
+def test_a_checkpointer_that_cannot_be_closed_leaves_no_threads() -> None:
+    """The simulated disk refuses every operation after the crash, also those of close()."""
+    passes(enumerate_crashes(TrainingScenario(done=0), images_per_point=0), operations_min=10)
+    left = {thread.name for thread in threading.enumerate()}
+    assert not [name for name in left if name.startswith("everstep-write")]
 
 
 def test_sampled_crashes_of_the_first_save() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -87,12 +88,14 @@ class Components:
             stay: True to leave the keeper with its memory, as if this process had crashed.
         """
         # In this order: hooks must not use the lane, and the lane copies into the keeper's memory.
-        self.updates.close()
-        for participant in self.participants:
-            participant.close()
-        self.lane.close()
-        self.keepers.close(stay=stay)
-        self.ring.close()
+        # If one raises an error, the rest is closed all the same: its threads hold memory.
+        with contextlib.ExitStack() as rest:
+            rest.callback(self.ring.close)
+            rest.callback(self.keepers.close, stay=stay)
+            rest.callback(self.lane.close)
+            for participant in reversed(self.participants):
+                rest.callback(participant.close)
+            rest.callback(self.updates.close)
 
 
 def build_components(options: Options, place: RunPlace, state: State) -> Components:
