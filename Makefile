@@ -49,7 +49,12 @@ lint: setup ## ruff and mypy only
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# Tests of az:// need a program that only npm has; without it they are skipped, with that reason.
+AZURITE := $(VENV)/azurite
 test-slow: setup ## the tests that take longer
+	@test -e $(AZURITE)/node_modules/.bin/azurite-blob || \
+		npm install --silent --no-audit --no-fund --prefix $(AZURITE) azurite@3.35.0 || \
+		echo "test-slow: npm did not install azurite: the tests of az:// are skipped"
 	$(PY) -m pytest -m "slow and not gpu" -o faulthandler_timeout=1800 $(ARGS)
 
 test-gpu: setup ## the tests that need a CUDA device

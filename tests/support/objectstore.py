@@ -14,11 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KEY", "SECRET", "FaultProxy", "options", "server", "weed"]
+__all__ = ["KEY", "SECRET", "FaultProxy", "free_ports", "options", "server", "weed"]
 
 KEY, SECRET = "test-access-key", "test-secret-that-nobody-may-see"
 _READY_TIMEOUT_S = 60.0
@@ -34,16 +34,19 @@ def weed() -> str | None:
 
 
 @contextlib.contextmanager
-def server(folder: Path) -> Iterator[str]:
+def server(folder: Path, *, name: str = "tests") -> Iterator[str]:
     """Runs a server with its data in ``folder``; yields its URL.
 
     It is killed at the end: asked politely it takes half a minute.
+
+    Args:
+        name: of the one who may use it; ``"anonymous"``: whoever sends no credentials, too.
     """
     program = weed()
     assert program is not None
     folder.mkdir(parents=True, exist_ok=True)
     identity = {
-        "name": "tests",
+        "name": name,
         "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
@@ -51,7 +54,7 @@ def server(folder: Path) -> Iterator[str]:
     config.write_text(json.dumps({"identities": [identity]}))
     data = folder / "data"
     data.mkdir()
-    master, volume, filer, s3 = _free_ports(4)
+    master, volume, filer, s3 = free_ports(4)
     command = [
         program,
         "-logtostderr=true",
@@ -117,7 +120,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
         never.wait(0.1)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Below those that the system gives to whoever asks for any: until the server is up, it would
     give them to other tests."""
     found: list[int] = []
@@ -150,6 +153,7 @@ class FaultProxy:
     ``"secret"``         status 403, with an answer that repeats what nobody may see
     ``"expired"``        status 400, ``ExpiredToken``
     ``"skewed"``         status 403, ``RequestTimeTooSkewed``
+    ``"unknown"``        status 401, as of Google's API
 
     Attributes:
         seen: ``"METHOD path"`` of every request.
@@ -187,6 +191,14 @@ class FaultProxy:
                     return fault
         return ""
 
+    def refusal(self, headers: Mapping[str, str]) -> str:
+        """The fault with which a request is refused for good; ``""``: none."""
+        return ""
+
+    def translated(self, path: str, headers: dict[str, str]) -> tuple[str, dict[str, str]]:
+        """Path and headers of a request as the server gets them."""
+        return path, headers
+
     def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
         proxy = self
 
@@ -204,7 +216,7 @@ class FaultProxy:
             def _do(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 proxy.seen.append(f"{self.command} {self.path}")
-                fault = proxy.next_fault(self.command)
+                fault = proxy.refusal(self.headers) or proxy.next_fault(self.command)
                 if fault == "hang":
                     proxy.ended.wait(60)
                     self.close_connection = True
@@ -229,7 +241,8 @@ class FaultProxy:
             def _asked(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
                 target = http.client.HTTPConnection(proxy.target, timeout=30)
                 with contextlib.closing(target) as connection:
-                    connection.request(self.command, self.path, body, dict(self.headers))
+                    path, headers = proxy.translated(self.path, dict(self.headers))
+                    connection.request(self.command, path, body, headers)
                     answer = connection.getresponse()
                     return answer, answer.read()
 
@@ -249,6 +262,7 @@ class FaultProxy:
 _ANSWERS = {
     "500": (500, "<Error><Code>InternalError</Code></Error>"),
     "expired": (400, "<Error><Code>ExpiredToken</Code></Error>"),
+    "unknown": (401, "<Error><Code>AuthenticationRequired</Code></Error>"),
     "skewed": (403, "<Error><Code>RequestTimeTooSkewed</Code></Error>"),
     "secret": (
         403,

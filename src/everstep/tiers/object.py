@@ -1,5 +1,4 @@
-"""An object store as a tier, using obstore: S3 and compatible stores; GCS and Azure work the same
-way.
+"""An object store as a tier, using obstore: S3 and compatible stores, GCS, Azure.
 
 Credentials come from where the store's clients find them (environment, web identity, container and
 instance metadata; profiles through boto3, if it is installed) and are renewed there. They are never
@@ -37,12 +36,16 @@ from everstep.tiers.contract import Item, Traits, check_name, pieces_of, read_wh
 
 # obstore passes on its client's errors as text only. These patterns take out the facts that are
 # safe to repeat; none of them matches an address or a signature.
-_STATUS = re.compile(r"status code: (\d{3})|\bstatus: (\d{3})\b")
-_CODE = re.compile(r"<Code>([A-Za-z][A-Za-z0-9]{0,60})</Code>")
+# Deletions are sent in batches, and of each only "(code: ...)" is known: of Azure a status, of S3 a
+# code.
+_STATUS = re.compile(r"status code: (\d{3})|\bstatus: (\d{3})\b|\(code: (\d{3})\)")
+_NAME = "([A-Za-z][A-Za-z0-9]{0,60})"
+_CODE = re.compile(rf"<Code>{_NAME}</Code>|\(code: {_NAME}\)")
 _KIND = re.compile(r"\bkind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b")
 _SYSTEM = re.compile(r'message: "([A-Za-z ]{1,60})"')
 
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "ExpiredTokenException", "InvalidToken")
+_REFUSED = ("AccessDenied",)
 _SKEWED = ("RequestTimeTooSkewed", "RequestExpired")
 _FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull")
 _NO_PLACE = ("NoSuchBucket", "ContainerNotFound")
@@ -92,7 +95,7 @@ def translate_error(error: BaseException, what: str, address: str) -> Exception:
     if code in _SKEWED:
         hint = "correct the clock of this machine: requests are signed with the time"
         return failure(PermissionDeniedError, reason, hint)
-    if kind in _DENIED or status in (401, 403) or code in _EXPIRED:
+    if kind in _DENIED or status in (401, 403) or code in (*_EXPIRED, *_REFUSED):
         verdict = "have expired" if code in _EXPIRED else "were refused"
         hint = "check that they are valid, and their permissions for this bucket"
         return failure(PermissionDeniedError, f"the credentials {verdict} ({reason})", hint)
@@ -111,13 +114,13 @@ def translate_error(error: BaseException, what: str, address: str) -> Exception:
 
 
 def _status(text: str) -> int | None:
-    match = _STATUS.search(text)
-    return int(match[1] or match[2]) if match else None
+    digits = _first(_STATUS, text)
+    return int(digits) if digits else None
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
-    return match[1] if match else ""
+    return next(filter(None, match.groups()), "") if match else ""
 
 
 def _transport(text: str) -> str:
@@ -135,7 +138,12 @@ _PARTS_MAX = 9_000
 _PARTS_AT_ONCE = 4
 _RETRIES = 2
 """Retries of one request by the client; :mod:`everstep.tiers.retry` retries operations."""
-_SCHEMES = ("s3", "gs", "az")
+_ENDPOINTS = {
+    "s3": ("endpoint", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("base_url", "GOOGLE_BASE_URL"),
+    "az": ("endpoint", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Schemes, each with the option and the variables of the environment that name another server."""
 _URL_HINT = "use a URL like s3://bucket/prefix"
 
 Credentials = Callable[[], Any]
@@ -145,11 +153,11 @@ class ObjectTier:
     """Objects under a URL such as ``s3://bucket/prefix``.
 
     Args:
-        url: URL; its scheme selects the store: ``s3``, ``gs`` or ``az``. ``gs`` and ``az`` have
-            never been tested with a real store.
+        url: URL; its scheme selects the store: ``s3``, ``gs`` or ``az``.
         timeout_s: timeout of one request, including the transfer of a part.
         part_bytes: bytes per part of multipart uploads; S3 requires at least 5 MiB.
-        options: further options of the store, as obstore names them (``endpoint``, ``region``).
+        options: further options of the store, as obstore names them (``endpoint``, ``region``; of
+            ``gs``: ``base_url``).
         credentials: obstore's ``credential_provider``; None: the usual chain.
 
     Raises:
@@ -398,10 +406,10 @@ def _below(prefix: str, items: list[Item]) -> list[Item]:
 def _checked(url: str) -> str:
     """Return the URL without a trailing slash."""
     scheme, separator, rest = url.partition("://")
-    if scheme not in _SCHEMES or not separator:
+    if scheme not in _ENDPOINTS or not separator:
         # Only the scheme is repeated: the rest may contain credentials.
         named = f"{scheme + separator!r}: " if separator else ""
-        stores = ", ".join(f"{one}://" for one in _SCHEMES)
+        stores = ", ".join(f"{one}://" for one in _ENDPOINTS)
         raise OptionError(f"{named}not an object store; supported: {stores}", hint=_URL_HINT)
     bucket, _, prefix = rest.partition("/")
     # Credentials would be before an "@", or in the query of a signed URL; so nothing of it is
@@ -439,8 +447,9 @@ def _store(
         "connect_timeout": timedelta(seconds=min(5.0, timeout_s)),
         "timeout": timedelta(seconds=timeout_s),
     }
+    scheme = url.partition("://")[0]
     # Unencrypted only if the configured endpoint says so.
-    if _endpoint(options).startswith("http://"):
+    if _endpoint(scheme, options).startswith("http://"):
         client["allow_http"] = True
     pauses = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2)}
     retries: dict[str, Any] = {
@@ -448,7 +457,7 @@ def _store(
         "retry_timeout": timedelta(seconds=timeout_s),
         "backoff": pauses,
     }
-    if credentials is None and url.startswith("s3://"):
+    if credentials is None and scheme == "s3":
         credentials = _profile()
     if credentials is not None:
         options = {**options, "credential_provider": credentials}
@@ -456,9 +465,9 @@ def _store(
     return store.from_url(url, client_options=client, retry_config=retries, **options)
 
 
-def _endpoint(options: dict[str, Any]) -> str:
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    found = options.get("endpoint") or next((os.environ[n] for n in names if n in os.environ), "")
+def _endpoint(scheme: str, options: dict[str, Any]) -> str:
+    option, *names = _ENDPOINTS[scheme]
+    found = options.get(option) or next((os.environ[n] for n in names if n in os.environ), "")
     return str(found)
 
 

@@ -43,7 +43,8 @@ class TierOptions:
     """A place that keeps copies of committed bases.
 
     Attributes:
-        where: ``"s3://bucket/prefix"``, or the absolute path of a directory on another disk.
+        where: ``"s3://bucket/prefix"``, ``"gs://bucket/prefix"``, ``"az://container/prefix"``, or
+            the absolute path of a directory on another disk.
         every_s: minimum seconds between two copies; the newest base is copied.
         keep: number of copies to keep; None: as many as bases.
         log: form of log copies, made in the background: ``"none"``, ``"whole"`` (exact), or

