@@ -15,7 +15,8 @@ from tests.support.plugin import provide_plugin
 # Before torch is imported, and inherited by every child process of a test.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
-os.environ.pop("EVERSTEP_FAILPOINTS", None)
+for _name in ("EVERSTEP_FAILPOINTS", "EVERSTEP_DISABLE"):
+    os.environ.pop(_name, None)
 provide_plugin()
 os.environ.pop("COLUMNS", None)  # the width of who runs the tests is not that of what they run
 # One of the processes that share the tests (pytest -n); its id and its folder are in those of the

@@ -17,17 +17,24 @@ from typing import Any
 from everstep.config import Every, FailurePolicy, KeeperOptions, named
 from everstep.config.keep import KeepPolicy
 from everstep.config.method import Method
-from everstep.config.options import Budget, LogOptions, Preemption, validate_options
+from everstep.config.options import (
+    Budget,
+    LogOptions,
+    Preemption,
+    is_disabled,
+    validate_options,
+)
 from everstep.errors import EverstepError, OptionError
 from everstep.link import Save
 from everstep.restore.start import Recovery
 from everstep.run.folder import run_path
 from everstep.seams import Seams
+from everstep.seams.group import own_rank
 from everstep.seams.progress import log_or_print
-from everstep.state.ownership import DeclaredUpdate
+from everstep.state.ownership import DeclaredUpdate, OwnershipRules
 from everstep.state.training_state import State
 from everstep.tiers import PeerOptions, TierOptions
-from everstep.trainer.job import RunPlace
+from everstep.trainer.job import RunPlace, checked_places
 from everstep.trainer.session.calls import (
     CallGuard,
     arguments_of,
@@ -40,6 +47,7 @@ from everstep.trainer.session.calls import (
     exclusive,
     refuse_pickling,
 )
+from everstep.trainer.session.disabled import DisabledSession
 from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
 from everstep.trainer.session.session import Session
 from everstep.trainer.session.stats import Stats
@@ -67,6 +75,9 @@ class Checkpointer:
     In a job of several ranks, every rank makes a Checkpointer with the same options and calls the
     same methods at the same steps.
 
+    With ``EVERSTEP_DISABLE=1`` in the environment of all ranks, a Checkpointer validates its
+    options and does nothing else: :meth:`resume` begins at step 0, and nothing is saved.
+
     Args:
         path: run folder. It is created if it does not exist. A folder with other contents is
             refused.
@@ -93,11 +104,12 @@ class Checkpointer:
             the function. It takes no arguments, reads only parameters, buffers and the entries that
             it covers, and is deterministic.
         static: patterns of entries that never change. A change is an error.
-        tiers: additional places for copies of the bases: URLs (``"s3://bucket/prefix"``),
-            directories on other disks, or :class:`~everstep.TierOptions`. With
-            several ranks also ``"peer"`` or :class:`~everstep.PeerOptions`: the
-            memory of the keeper of the same local rank on the next node. The keeper makes the
-            copies in the background. :meth:`resume` reads from them if the run folder lacks a base.
+        tiers: additional places for copies of the bases: URLs (``"s3://bucket/prefix"``,
+            ``"gs://..."``, ``"az://..."``), directories on other disks, or
+            :class:`~everstep.TierOptions`. With several ranks also ``"peer"`` or
+            :class:`~everstep.PeerOptions`: the memory of the keeper of the same local rank on the
+            next node. The keeper makes the copies in the background. :meth:`resume` reads from them
+            if the run folder lacks a base.
         preempt: handling of the signals that announce the end of a job: True (``Preemption()``) or
             a :class:`~everstep.config.options.Preemption` takes a last base at the next
             :meth:`step` and then sets :attr:`preempted`. False leaves signals alone.
@@ -144,10 +156,18 @@ class Checkpointer:
         )
         run = run_path(path)
         world = Seams.parse(seams)
-        ending = PreemptionHandler(Preemption.parse(preempt), world.clock, rank_vote())
+        wanted = Preemption.parse(preempt)
+        self._calls = CallGuard(progress_timeout_s)
+        self._session: Session | DisabledSession
+        if is_disabled():
+            checked_places(options, tiers)
+            OwnershipRules.of(declared, static)
+            self._live_key = (run, own_rank())
+            self._session = DisabledSession(run, state)
+            return
+        ending = PreemptionHandler(wanted, world.clock, rank_vote())
         place = RunPlace.find(options, run, tiers, world)
         saved = State(state, declared=declared, static=static, ranks=place.ranks)
-        self._calls = CallGuard(progress_timeout_s)
         self._live_key = (run, place.ranks.rank)
         # Before a keeper is attached: an earlier Checkpointer of this run still holds it (a
         # notebook's cell is executed again).
@@ -187,11 +207,8 @@ class Checkpointer:
     def __repr__(self) -> str:
         if not hasattr(self, "_session"):  # the constructor has raised an error
             return "<Checkpointer, not made>"
-        chosen = self._session.parts.options
         closed = "" if self._session.is_open else ", closed"
-        settings = f"{chosen.method_name}, {chosen.every.in_words}, keep {chosen.keep.in_words}"
-        at = f"at step {self._session.at.step}"
-        return f"<Checkpointer of {self._live_key[0]}: {settings}; {at}{closed}>"
+        return f"<Checkpointer of {self._live_key[0]}: {self._session.in_words}{closed}>"
 
     @named("resume", strict=bool)
     @exclusive("resume")
@@ -304,7 +321,7 @@ class Checkpointer:
 
         Returns:
             The base, with futures for the end of the capture (``staged``) and of the write
-            (``durable``).
+            (``durable``). With ``EVERSTEP_DISABLE=1`` there is no base: ``disabled`` is True.
 
         Raises:
             StateError: The call comes between ``optimizer.step()`` and :meth:`step`, or before

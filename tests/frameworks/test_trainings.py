@@ -73,3 +73,15 @@ def test_a_scheduler_that_the_trainer_has_replaced_is_told_of(method: str, tmp_p
     killed = train("trainer", tmp_path, (9,), {"SCHEDULER": "replaced", "METHOD": method})
     assert [r["exact"] for r in killed.recoveries] == [True, False]
     assert "a scheduler that is not part of the state" in killed.output
+
+
+@pytest.mark.parametrize(
+    "program", ["accelerate_resumable", "lightning_callback", "trainer_resumable"]
+)
+def test_integrations_without_checkpoints(program: str, tmp_path: Path) -> None:
+    saved = train(program, tmp_path / "saved", env={"METHOD": "lazy"})
+    env = {"METHOD": "lazy", "EVERSTEP_DISABLE": "1"}
+    disabled = train(program, tmp_path / "disabled", env=env)
+    assert not (tmp_path / "disabled" / "run").exists()
+    assert disabled.steps == saved.steps
+    assert disabled.final == saved.final

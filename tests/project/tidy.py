@@ -217,6 +217,7 @@ _OS_ALLOWED = {
     "os.PathLike": "a type",
     "os.cpu_count": "asks the machine, touches no file",
     "os.environ": "the process's own environment",
+    "os.environ.get": "the process's own environment",
     "os.fsdecode": "a conversion",
     "os.fspath": "a conversion",
     "os.getpid": "asks the process",

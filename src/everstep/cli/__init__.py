@@ -53,6 +53,7 @@ from everstep.cli.ps import ps, stop
 from everstep.cli.restore import restore
 from everstep.cli.rm import rm
 from everstep.cli.verify import verify
+from everstep.config.options import DISABLE_VARIABLE
 from everstep.errors import UnavailableError
 
 __all__ = ["add_plugged_in", "app", "main"]
@@ -163,6 +164,9 @@ def main() -> int:
     If the reader of a pipe has ended (``everstep ls run | head``), the rest is dropped. Any other
     failure of standard output is reported in one line.
     """
+    # Only programs that train may be told to do without checkpoints. What a command trains, it
+    # trains for their sake.
+    os.environ.pop(DISABLE_VARIABLE, None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             # Characters missing in the terminal's encoding are escaped, never an error.

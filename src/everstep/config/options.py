@@ -8,6 +8,7 @@ Intervals and log histories are parsed from text such as ``"10min"``, ``"2h"`` o
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -487,6 +488,30 @@ class Options:
                 f"LogOptions(audit=True) is not possible: {why}",
                 hint="everstep verify --replay makes the same comparison from the files on disk",
             )
+
+
+DISABLE_VARIABLE = "EVERSTEP_DISABLE"
+"""Variable of the environment with which a program runs without checkpoints."""
+
+_ANSWERS: Mapping[str, bool] = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("", "0", "false", "no", "off"), False),
+}
+
+
+def is_disabled() -> bool:
+    """Return True if the environment disables checkpointing.
+
+    Raises:
+        OptionError: the variable has a value that means neither yes nor no.
+    """
+    value = os.environ.get(DISABLE_VARIABLE, "")
+    if (answer := _ANSWERS.get(value.strip().lower())) is None:
+        raise OptionError(
+            f"{DISABLE_VARIABLE}={value!r} in the environment means neither yes nor no",
+            hint="1 disables checkpointing; with 0, or if it is unset, nothing is disabled",
+        )
+    return answer
 
 
 def validate_options(

@@ -18,7 +18,6 @@ from everstep.errors import MismatchError, OptionError
 from everstep.restore.start import Recovery
 from everstep.state.providers import ModuleProvider
 from everstep.state.providers.modules import unwrap
-from everstep.state.training_state import State
 from everstep.state.values.tensors import is_dtensor
 
 _log = logging.getLogger("everstep")
@@ -59,11 +58,11 @@ class InitialState:
     source: str | os.PathLike[str] | Mapping[str, Any]
     only: Sequence[str] | None = None
 
-    def load(self, state: State, *, strict: bool) -> Begun:
+    def load(self, values: Mapping[str, Any], *, strict: bool) -> Begun:
         """Load the source into the live state.
 
         Args:
-            state: live state, as the program made it.
+            values: live state, as the program made it.
             strict: refuse missing, unexpected and misshapen tensors.
 
         Raises:
@@ -74,11 +73,11 @@ class InitialState:
             found = Source(None, "state that was given", self.source)
         else:
             found = open_source(Path(self.source))
-        parts = self._parts(found, state)
+        parts = self._parts(found, values)
         plans = [
-            ModuleLoad.of(part, provider, parts[part])
-            for part, provider in state.providers.items()
-            if isinstance(provider, ModuleProvider) and part in parts
+            ModuleLoad.of(part, ModuleProvider(part, value), parts[part])
+            for part, value in values.items()
+            if isinstance(value, nn.Module) and part in parts
         ]
         differences = tuple(one for plan in plans for one in plan.differences)
         if differences and strict:
@@ -87,19 +86,17 @@ class InitialState:
             plan.run()
         modules = {plan.part for plan in plans}
         for part in (one for one in parts if one not in modules):
-            state.values[part].load_state_dict(parts[part])
+            values[part].load_state_dict(parts[part])
         notes = [f"the run begins with the {found.name}: {', '.join(map(repr, parts))}"]
         notes += [note for plan in plans for note in plan.notes]
         for note in notes:
             _log.info("%s", note)
         return Begun(tuple(notes), differences)
 
-    def _parts(self, found: Source, state: State) -> dict[str, Any]:
+    def _parts(self, found: Source, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of the parts to load, by name."""
-        loadable = [
-            part for part, value in state.values.items() if hasattr(value, "load_state_dict")
-        ]
-        modules = [part for part, one in state.providers.items() if isinstance(one, ModuleProvider)]
+        loadable = [part for part, value in values.items() if hasattr(value, "load_state_dict")]
+        modules = [part for part, value in values.items() if isinstance(value, nn.Module)]
         wanted = loadable if self.only is None else list(self.only)
         if unknown := [part for part in wanted if part not in loadable]:
             raise OptionError(

@@ -28,6 +28,8 @@ class Save:
             the base in bytes; the exception is the reason of a failure.
         parked: True if it stays in memory, and becomes durable only on another request.
         in_memory: True if it lives in the memory of keepers only; ``durable`` then means that.
+        disabled: True if checkpointing is disabled: there is no base, and both futures are done at
+            once. The result of ``durable`` is then 0 bytes.
     """
 
     step: int
@@ -36,6 +38,7 @@ class Save:
     durable: Future[int] = field(default_factory=Outcome)
     parked: bool = False
     in_memory: bool = False
+    disabled: bool = False
 
     @property
     def is_lost(self) -> bool:
@@ -46,13 +49,14 @@ class Save:
     @property
     def is_durable(self) -> bool:
         """True if the base is committed."""
-        return self.durable.done() and not self.is_lost
+        return self.durable.done() and not self.is_lost and not self.disabled
 
     @property
     def is_staged(self) -> bool:
         """True if the state was captured without an error."""
         future = self.staged
-        return future.done() and not future.cancelled() and future.exception() is None
+        done = future.done() and not future.cancelled() and future.exception() is None
+        return done and not self.disabled
 
     def is_of(self, identity: ShardIdentity) -> bool:
         """Return True if it is a base of the same step of the same timeline."""

@@ -170,6 +170,14 @@ def group_of_job(timeout_s: float) -> Group | None:
     return None
 
 
+def own_rank() -> int:
+    """Return the number of this process among those that train together; 0 if it is unknown."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else 0
+
+
 def _own_address() -> str:
     """Return the address of the interface that leads to rank 0 of the job."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")

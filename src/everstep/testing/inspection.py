@@ -7,7 +7,7 @@ A test that looks inside a Checkpointer, or stops it where no call does, goes th
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from everstep.checkpointer import Checkpointer
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from everstep.trainer.multistep.driver import MultistepDriver
     from everstep.trainer.session.components import Components
     from everstep.trainer.session.replica_bases import ReplicaBases
+    from everstep.trainer.session.session import Session
     from everstep.trainer.session.start import RunStarter
     from everstep.trainer.session.state_watch import StateWatch
     from everstep.trainer.session.step_consensus import StepConsensus
@@ -42,7 +43,7 @@ class Inspection:
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._of = checkpointer
-        self._session = checkpointer._session
+        self._session = cast("Session", checkpointer._session)  # a disabled one has no parts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.components, name)

@@ -9,6 +9,13 @@ Read in this order:
 """
 
 from everstep.trainer.base.prepared_base import LastMark, MarkSnapshot, PlannedCopies, PreparedBase
-from everstep.trainer.base.saver import Saver
+from everstep.trainer.base.saver import STALL_CAUSES, Saver
 
-__all__ = ["LastMark", "MarkSnapshot", "PlannedCopies", "PreparedBase", "Saver"]
+__all__ = [
+    "STALL_CAUSES",
+    "LastMark",
+    "MarkSnapshot",
+    "PlannedCopies",
+    "PreparedBase",
+    "Saver",
+]

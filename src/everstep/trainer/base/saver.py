@@ -50,6 +50,9 @@ from everstep.trainer.participant import (
 NotifyKeeper = Callable[[Capture, Mapping[str, bytes]], None]
 """Notify the keeper that a capture is complete, with its encoded objects; in the lane's thread."""
 
+STALL_CAUSES = ("capture", "gate", "back_pressure", "persist", "keeper")
+"""Causes of delays of the training thread, which every method has."""
+
 
 class Saver(Participant):
     """Capture bases of the timeline that is being written.
@@ -81,8 +84,7 @@ class Saver(Participant):
         self._captures = 0
         self._pending: list[PendingCapture] = []
         self.saves = 0
-        causes = "capture", "gate", "back_pressure", "persist", "keeper"
-        self.stall_s = dict.fromkeys(causes, 0.0)
+        self.stall_s = dict.fromkeys(STALL_CAUSES, 0.0)
         if options.is_multistep:
             self.stall_s["gradients"] = 0.0
         self.last_save_s = context.clock.monotonic_s()

@@ -11,6 +11,7 @@ Runs in the training process. Read in this order:
 from everstep.trainer.job.job import Job
 from everstep.trainer.job.place import (
     RunPlace,
+    checked_places,
     refuse_single_base_with_peer,
     resume_as_job_of_one,
     seams_with_copies,
@@ -21,6 +22,7 @@ from everstep.trainer.job.run_folder import memory_notice, peer_notice
 __all__ = [
     "Job",
     "RunPlace",
+    "checked_places",
     "memory_notice",
     "peer_notice",
     "refuse_single_base_with_peer",

@@ -74,8 +74,7 @@ class RunPlace:
             StateError, DeadlineError: The other ranks are unknown, or do not arrive in time.
             StorageError, RecoveryError: A run folder cannot be used.
         """
-        named, peers = split_peers(tiers, options.method.tiers)
-        places = validate_tiers(named, options.keep.newest, peers, logs=options.logs)
+        places, peers = checked_places(options, tiers)
         job = join_job(seams, options.progress_timeout_s)
         refuse_unsupported(options)
         if job is None:
@@ -92,6 +91,18 @@ class RunPlace:
         computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
         ranks = replace(job.info, followed=computed, logged=options.logs)
         return cls(run, seams, seams, job, ranks, places, peers, lambda: run_id)
+
+
+def checked_places(
+    options: Options, tiers: Sequence[str | PurePath | TierOptions | PeerOptions]
+) -> tuple[Sequence[TierOptions], PeerOptions | None]:
+    """Return the places for copies and the peer options that ``tiers`` lists.
+
+    Raises:
+        OptionError: A place is invalid.
+    """
+    named, peers = split_peers(tiers, options.method.tiers)
+    return validate_tiers(named, options.keep.newest, peers, logs=options.logs), peers
 
 
 def join_job(seams: Seams, timeout_s: float) -> Job | None:

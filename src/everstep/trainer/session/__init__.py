@@ -16,4 +16,5 @@ Runs in the training process. Read in this order:
 - ``replica_bases``: requests bases from the keeper's replica.
 - ``preemption``: a last base before the job is killed.
 - ``stats``: costs and results.
+- ``disabled``: stand-in for a session that does nothing (``EVERSTEP_DISABLE``).
 """

@@ -127,7 +127,7 @@ class Session:
         begun = None
         if initial is not None and resumed.base is None:
             # Before anything is compared with the state that training begins with.
-            begun = initial.load(parts.state, strict=strict)
+            begun = initial.load(parts.state.values, strict=strict)
         parts.updates.restored(resumed.lsn)
         self.at.step = resumed.step
         surveys = parts.reads_marks or only_in_memory
@@ -354,6 +354,13 @@ class Session:
         ranks = self.parts.state.ranks
         logs = self.parts.options.logs and ranks.world > 1
         return logs or len(set(ranks.nodes)) > 1 or self.parts.options.method.in_memory
+
+    @property
+    def in_words(self) -> str:
+        """Settings and step, for ``repr``."""
+        chosen = self.parts.options
+        settings = f"{chosen.method_name}, {chosen.every.in_words}, keep {chosen.keep.in_words}"
+        return f"{settings}; at step {self.at.step}"
 
     def stats(self) -> Stats:
         """Return the costs and results of checkpointing so far."""
