@@ -107,6 +107,11 @@ class EverstepError(Exception):
         text = first + colon + newline + rest
         return text + (f"\n  hint: {self.hint}" if self.hint else "")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch sends the errors of ranks to each other. Without this an error would be made anew
+        # from its message alone, which fails where an argument is required.
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
     def fields(self) -> dict[str, Any]:
         """The error as plain data, for ``--json`` outputs."""
         return {
@@ -118,6 +123,14 @@ class EverstepError(Exception):
             "path": self.path,
             "hint": self.hint,
         }
+
+
+def _rebuilt(
+    kind: type[EverstepError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> EverstepError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class OptionError(EverstepError, ValueError):

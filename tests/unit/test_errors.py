@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import re
@@ -12,7 +13,15 @@ import pytest
 from torch import nn
 
 from everstep import Budget, Checkpointer, KeeperOptions
-from everstep.errors import MismatchError, OptionError, StorageError
+from everstep.errors import (
+    DamageError,
+    EverstepError,
+    InfeasibleError,
+    MismatchError,
+    OptionError,
+    StorageError,
+    UnsupportedStateError,
+)
 from everstep.tiers.durable_files import storage_errors
 
 THREAD = KeeperOptions(process=False)
@@ -156,3 +165,19 @@ def test_a_budget_says_what_would_fit(run_folder: Path) -> None:
     assert said is not None
     budget = Budget(disk_bytes=int(said[1]))
     Checkpointer(run_folder, {"m": nn.Linear(9, 9)}, budget=budget, keeper=THREAD).close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageError("no", step=3, rank=1, path="/x", hint="do"),
+        UnsupportedStateError("no", leaves=(("x", "code"),), rank=2),
+        DamageError("no", entry="model/x"),
+        InfeasibleError("no", quantity="bytes", needed=2.0),
+    ],
+)
+def test_an_error_of_another_process_has_all_its_fields(error: EverstepError) -> None:
+    """torch sends the errors of ranks to each other."""
+    found = copy.copy(error)  # as pickle does it
+    assert type(found) is type(error)
+    assert (str(found), found.args, vars(found)) == (str(error), error.args, vars(error))

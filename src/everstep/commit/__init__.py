@@ -14,11 +14,12 @@ performs an action, reports the resulting event, and gets the next action. Read 
 """
 
 from everstep.commit.lineage import BaseId, describe_abandoned, split_by_history
-from everstep.commit.retention import COPY_TIERS
+from everstep.commit.retention import COPY_TIERS, KeepRules
 
 __all__ = [
     "COPY_TIERS",
     "BaseId",
+    "KeepRules",
     "describe_abandoned",
     "split_by_history",
 ]

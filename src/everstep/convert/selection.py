@@ -70,7 +70,9 @@ class Selection:
         found = dict(outline.objects)
         if not is_narrowed:
             modules = {part: one for part, one in found.items() if _is_module(one)}
-            if len(modules) != 1:
+            # A state dict of DCP may have the tensors of a module beside its other parts.
+            are_bare = {isinstance(one, torch.Tensor) for one in modules.values()} == {True}
+            if len(modules) != 1 and not are_bare:
                 names = ", ".join(map(repr, modules)) or "none"
                 raise OptionError(
                     f"the state has {len(modules)} parts that hold tensors by name: {names}",
@@ -80,7 +82,9 @@ class Selection:
             found = modules
         if not found:
             raise OptionError("no part of the state is selected completely", step=outline.step)
-        value = next(iter(found.values())) if len(found) == 1 else found
+        value: Any = found
+        if len(found) == 1 and not isinstance(only := next(iter(found.values())), torch.Tensor):
+            value = only
         tensors = dict[str, torch.Tensor]()
         for name, leaf in leaves(value):
             if not isinstance(leaf, torch.Tensor):

@@ -1,6 +1,7 @@
-"""Everstep in the Trainers of other libraries: one module for each of them.
+"""Everstep in the Trainers and checkpoints of other libraries: one module for each of them.
 
 ``accelerate``      loops over objects that an Accelerator has prepared
+``dcp``             state dicts that torch.distributed.checkpoint saves
 ``lightning``       Lightning's Trainer
 ``transformers``    Hugging Face's Trainer
 

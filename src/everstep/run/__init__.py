@@ -17,6 +17,7 @@ torch. Read in this order:
 """
 
 from everstep.run.chain import Chain
+from everstep.run.fence import Fence
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import (
     BaseFound,
@@ -31,6 +32,7 @@ from everstep.run.scan import (
 __all__ = [
     "BaseFound",
     "Chain",
+    "Fence",
     "Inventory",
     "OpenBase",
     "Skipped",

@@ -223,12 +223,13 @@ def _misplaced(entry: Entry, marker: Marker) -> str | None:
         placement = Placement.parse(entry.placement)
     except ValueError as error:
         return str(error)
-    if marker.world == 1 and placement.ranks is not None:
+    if marker.world == 1 and (placement.ranks is not None or placement.is_sliced):
         return "is sharded, but a single rank saved the base"
     ranks = placement.ranks or ()
     if ranks and (max(ranks) >= marker.world or marker.rank not in ranks):
         return f"{entry.placement!r} is impossible for rank {marker.rank} of {marker.world}"
-    if not placement.is_cut and (entry.global_shape != entry.shape or any(entry.global_offset)):
+    may_be_slice = placement.is_cut or placement.is_sliced
+    if not may_be_slice and (entry.global_shape != entry.shape or any(entry.global_offset)):
         return "is marked as unsharded, but is only a slice"
     ends = map(operator.add, entry.global_offset, entry.shape)
     if any(map(operator.gt, ends, entry.global_shape)):

@@ -25,7 +25,7 @@ from tests.crash.sim.faults import Fault, Operation, SimulatedCrash
 from tests.crash.sim.filesystem import SimFileSystem
 from tests.crash.sim.invariants import assert_nothing_vouches_for_torn_bytes
 
-__all__ = ["TinyTraining", "TrainingScenario", "freeze"]
+__all__ = ["TinyTraining", "TrainingScenario", "freeze", "known_names"]
 
 _TIMEOUT_S = 30.0
 _ERRORS_MAX = 4  # that one failing operation may lead to
@@ -238,7 +238,7 @@ class TrainingScenario(Scenario):
     ) -> tuple[TinyTraining, Checkpointer]:
         training = TinyTraining(seed, frozen=self._static)
         self._names = random.Random(f"{process} {seed}")
-        with _known_names(self._names):
+        with known_names(self._names):
             checkpointer = Checkpointer(
                 str(self.run),
                 training.state,
@@ -254,7 +254,7 @@ class TrainingScenario(Scenario):
         self, training: TinyTraining, checkpointer: Checkpointer, allowed: Mapping[int, Any]
     ) -> int:
         """Resumes; what comes back must be exactly what is allowed at the step it claims."""
-        with _known_names(self._names):
+        with known_names(self._names):
             recovery = checkpointer.resume()
         step = recovery.step
         skipped = f"; passed over: {recovery.skipped}" if recovery.skipped else ""
@@ -276,7 +276,7 @@ class TrainingScenario(Scenario):
 
 
 @contextlib.contextmanager
-def _known_names(draws: random.Random) -> Iterator[None]:
+def known_names(draws: random.Random) -> Iterator[None]:
     """Ids and names of temporary files that are the same every time: states of the disk that
     are alike then look alike, and a violation can be replayed."""
     make = mock.Mock(side_effect=lambda: uuid.UUID(int=draws.getrandbits(128), version=4))

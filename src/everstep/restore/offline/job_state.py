@@ -325,11 +325,16 @@ class JobState:
         )
         if first.shape == first.global_shape:
             return entry, self._holder(first).tensors.get(first.name)
+        assert self._sharing is not None
+        box = Box((0,) * len(entry.shape), entry.shape)
+        key = TensorKey(first.name, pieces[0].placement.ranks, box)
+        # Of slices in any layout the tensor was put together when it was loaded.
+        if key in self._sharing.owners:
+            return entry, self._ranks[self._sharing.owners[key]].state.tensors.get(first.name)
         filled = [piece.entry for piece in pieces if piece.box.size]
         if not all(one.name in self._holder(one).tensors for one in filled):
             return entry, None
         tensor = empty_like_entry(entry)
-        box = Box((0,) * len(entry.shape), entry.shape)
         found, missing = fills(pieces, box, host_bytes(tensor))
         assert not missing, "checked when the base was loaded"
         for fill in found:

@@ -4,6 +4,7 @@ needed.
 The text form of a placement, as written in headers:
 
 - ``whole``: the job has one such tensor, and this rank holds all of it.
+- ``sliced``: the job has one such tensor; files of its ranks hold slices of it, in any layout.
 - ``whole@0-3``: ranks 0 to 3 hold replicas; other ranks may have another tensor of that name.
 - ``whole@2``: the tensor belongs to rank 2 alone.
 - ``replicate,shard(0)@2x4:0-7``: distributed over a mesh of 2 x 4 ranks, listed in row-major order,
@@ -32,6 +33,8 @@ import xxhash
 
 WHOLE = "whole"
 """Text of a placement that is not sharded."""
+SLICED = "sliced"
+"""Text of a placement of which only the offsets of the slices are known."""
 _RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/(\d{1,9}))?)?", re.ASCII)
 _KIND = re.compile(r"replicate|shard\(\d{1,2}\)|strided\(\d{1,2},\d{1,9}\)", re.ASCII)
 # A few bytes of an untrusted header must not expand to gigabytes of ranks.
@@ -101,17 +104,19 @@ class Placement:
         ranks: ranks that hold the tensor, in the mesh's row-major order; None: all ranks.
         cuts: one per dimension of the mesh; empty if the tensor is not sharded.
         mesh: shape of the mesh; empty if the tensor is not sharded.
+        is_sliced: files hold slices of a tensor that all ranks have in common.
     """
 
     ranks: tuple[int, ...] | None = None
     cuts: tuple[Cut, ...] = ()
     mesh: tuple[int, ...] = ()
+    is_sliced: bool = False
 
     @property
     def text(self) -> str:
         """Text form, as in a header."""
         if self.ranks is None:
-            return WHOLE
+            return SLICED if self.is_sliced else WHOLE
         if not self.cuts:
             return f"{WHOLE}@{_in_runs(self.ranks)}"
         sides = "x".join(map(str, self.mesh))
@@ -148,8 +153,8 @@ class Placement:
         Raises:
             ValueError: the text is not a placement.
         """
-        if text == WHOLE:
-            return cls()
+        if text in (WHOLE, SLICED):
+            return cls(is_sliced=text == SLICED)
         kinds, at, rest = text.partition("@")
         if not at:
             raise ValueError(f"{text!r:.80} is not a placement")

@@ -537,12 +537,19 @@ def _named_groups(tree: Any) -> list[list[NamedShape]] | None:
     optimizer's."""
     try:
         groups = [
-            [(str(name), tuple(shape)) for name, shape in group["params"]]
+            [(str(name), tuple(shape)) for name, shape in map(_pair, group["params"])]
             for group in tree["param_groups"]
         ]
         return groups if isinstance(tree["state"], dict) else None
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _pair(named: Any) -> Any:
+    # DCP has the name of a parameter alone here. One of two letters would count as a pair.
+    if isinstance(named, str):
+        raise TypeError("a name without a shape")
+    return named
 
 
 PARTITIONED = "everstep/partitioned"
