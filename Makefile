@@ -28,8 +28,8 @@ ifneq ($(shell test -x "$(PY)" && echo yes),yes)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint test-slow test-gpu test-frameworks framework-tests bench format \
-	clean distclean
+.PHONY: help setup demo test lint test-slow test-gpu test-frameworks framework-tests docs site bench \
+	format clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -66,6 +66,12 @@ test-frameworks: ## the tests on real Trainers and loaders, in an environment of
 framework-tests: setup
 	$(PY) -m pytest tests/frameworks $(SHARED) -o faulthandler_timeout=600 $(ARGS)
 
+docs: ## the documentation site (build/docs), in an environment of its own
+	@$(MAKE) VENV=.venv-docs REQUIREMENTS=docs/requirements.txt site
+
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --clean
+
 bench: setup ## how fast a state becomes durable, next to the disk's limit and to others
 	$(VENV)/bin/everstep bench persist $(ARGS)
 
@@ -78,6 +84,6 @@ clean: ## remove caches and build outputs; the environment stays
 	find src bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too
-	@for venv in "$(VENV)" .venv-frameworks; do \
+	@for venv in "$(VENV)" .venv-docs .venv-frameworks; do \
 		if [ -e "$$venv/pyvenv.cfg" ]; then rm -rf "$$venv"; fi; \
 	done

@@ -245,7 +245,10 @@ class Checkpointer:
             RecoveryError: No base can be used although the run has had some, or no base and log
                 lead to ``step``.
             MismatchError: The base belongs to a different model. The live state is unchanged.
-            StateError, KeeperError, DeadlineError, StorageError
+            StateError: The Checkpointer is closed, or another call is in progress.
+            KeeperError: The keeper cannot be started or reached.
+            DeadlineError: Another rank does not answer in time.
+            StorageError: The run folder or a place of ``tiers`` cannot be read or written.
         """
         self._check_open()
         check_resume(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -119,8 +120,18 @@ def test_environment_that_is_ready_is_left_alone(tmp_path: Path) -> None:
     assert "scripts/setup.sh" in plan("TORCH=torch==2.11.0"), "another torch was asked for"
 
 
+def test_environments_of_other_targets_are_ignored_and_removed() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    found = re.findall(r"\$\(MAKE\) VENV=(\S+)", makefile)
+    assert len(found) == 2
+    for venv in found:
+        assert f"{venv}/" in ignored
+        assert venv in makefile.partition("\ndistclean:")[2]
+
+
 @needs_make
 def test_make_alone_lists_the_targets() -> None:
     listed = make()
-    for target in ("setup", "demo", "test", "test-slow", "bench", "clean", "help"):
+    for target in ("setup", "demo", "test", "test-slow", "docs", "bench", "clean", "help"):
         assert f"\nmake {target} " in "\n" + listed

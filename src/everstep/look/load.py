@@ -174,7 +174,8 @@ def load(
         OptionError: an invalid argument, or a pattern that matches nothing.
         MismatchError: ``into`` has other names, shapes or dtypes; nothing was modified.
         UnsupportedStateError: replay of the log needs the training program.
-        ForeignDirectoryError, StorageError
+        ForeignDirectoryError: the folder holds files of something else than a run.
+        StorageError: the run cannot be read.
     """
     patterns = Patterns.of(only, into, step, map_location)
     state = None if into is None else State(into, rng=False)
@@ -209,7 +210,9 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
     Raises:
         RecoveryError: ``resume()`` would refuse to start over: there is, or has been, a state that
             cannot be restored.
-        OptionError, ForeignDirectoryError, StorageError
+        OptionError: an invalid argument.
+        ForeignDirectoryError: the folder holds files of something else than a run.
+        StorageError: the run cannot be read.
     """
     place = Place.of(path)
     with reading_run(place.run):
