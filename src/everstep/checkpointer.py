@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -24,7 +24,7 @@ from everstep.config.options import (
     is_disabled,
     validate_options,
 )
-from everstep.errors import EverstepError, OptionError
+from everstep.errors import EverstepError, OptionError, StateError
 from everstep.link import Save
 from everstep.restore.start import Recovery
 from everstep.run.folder import run_path
@@ -301,6 +301,52 @@ class Checkpointer:
             self._session.step({})
             raise
         self._session.step(numbers)
+
+    @named("steps", until=int)
+    def steps(self, until: int) -> Iterator[int]:
+        """Iterate over the steps that are still to train; the body of the loop trains one.
+
+        ::
+
+            ckpt = everstep.Checkpointer("runs/a", {"model": model, "optimizer": optimizer})
+            for step in ckpt.steps(1000):
+                ...
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Calls :meth:`resume` before the first step, unless the program has; :meth:`step` when the
+        loop asks for the next step; and :meth:`close` after the last one. Ends early once
+        :attr:`preempted` is true. After a :meth:`rewind` the body has to ``continue``: that step is
+        not marked, and the loop goes on from the restored one. A loop that is left by ``break`` or
+        an exception neither marks its step nor closes.
+
+        Args:
+            until: number of steps of the whole training.
+
+        Yields:
+            The number of steps that were trained before: that of the resume first, ``until - 1``
+            last.
+
+        Raises:
+            StateError: The body has called :meth:`step`.
+            EverstepError: As :meth:`resume`, :meth:`step` and :meth:`close`.
+        """
+        at = self._session.at
+        if not at.timeline:
+            self.resume()
+        while at.step < until and not self.preempted:
+            step = at.step
+            timeline = at.timeline
+            yield step
+            if at.timeline != timeline:
+                continue  # rewound: nothing was trained since
+            if at.step != step:
+                raise StateError(
+                    f"the loop over steps() has called step() itself, in step {step}",
+                    hint="leave that call out: steps() marks the end of each step",
+                )
+            self.step()
+        self.close()
 
     @property
     def preempted(self) -> bool:

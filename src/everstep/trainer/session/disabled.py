@@ -7,6 +7,7 @@ look at the run folder. It only counts steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ class DisabledSession:
         values: the user's state dict, for initial weights.
 
     Attributes:
-        step_count: number of steps that were ended.
+        at: number of steps that were ended; the timeline is always 0.
     """
 
     keeper_is_needed = False
@@ -42,7 +43,7 @@ class DisabledSession:
     def __init__(self, run: PurePath, values: Mapping[str, Any]) -> None:
         self._run = run
         self._values = values
-        self.step_count = 0
+        self.at = _Position()
         self.is_open = True
         self.preemption = PreemptionHandler(None, SystemClock())
         self.watch = _Unwatched()
@@ -55,7 +56,7 @@ class DisabledSession:
     @property
     def in_words(self) -> str:
         """Settings and step, for ``repr``."""
-        return f"disabled by {DISABLE_VARIABLE}; at step {self.step_count}"
+        return f"disabled by {DISABLE_VARIABLE}; at step {self.at.step}"
 
     def resume(
         self, step: int | None, *, strict: bool, initial: InitialState | None = None
@@ -65,11 +66,11 @@ class DisabledSession:
         Raises:
             RecoveryError: The state of a step is needed that only a base could give.
         """
-        if step or self.step_count:
+        if step or self.at.step:
             wanted = "an earlier state" if step is None else f"step {step}"
             raise RecoveryError(
                 f"{wanted} cannot be restored: checkpointing is disabled by {DISABLE_VARIABLE}",
-                step=self.step_count,
+                step=self.at.step,
                 path=self._run,
                 hint=f"unset {DISABLE_VARIABLE}",
             )
@@ -94,11 +95,11 @@ class DisabledSession:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Count a step."""
-        self.step_count += 1
+        self.at.step += 1
 
     def save(self, metrics: Mapping[str, float], note: str) -> Save:
         """Return a :class:`Save` that says that there is no base."""
-        save = Save(self.step_count, 0, disabled=True)
+        save = Save(self.at.step, 0, disabled=True)
         complete(save.staged, None)
         complete(save.durable, 0)
         return save
@@ -115,7 +116,7 @@ class DisabledSession:
     def stats(self) -> Stats:
         """Return the number of steps; everything else is 0 or unknown."""
         return Stats(
-            step=self.step_count,
+            step=self.at.step,
             durable_step=None,
             lag_steps=None,
             saves=0,
@@ -126,6 +127,12 @@ class DisabledSession:
             persist_s=0.0,
             host_bytes=0,
         )
+
+
+@dataclass(slots=True)
+class _Position:
+    step: int = 0
+    timeline: int = 0
 
 
 class _Unwatched:
