@@ -140,13 +140,26 @@ class TorchGroup:
 
 
 def store_survives_restarts() -> bool:
-    """Return True if torchrun may restart the ranks and its agent keeps one store over all
-    restarts. gloo then looks for the ranks' addresses under the same keys each time and finds those
-    of the killed ranks.
+    """Return True if ranks that torchrun restarts will find the addresses of the killed ranks.
+
+    With ``TORCHELASTIC_USE_AGENT_STORE`` the ranks meet in a store of torchrun's agent. The agent
+    serves the same store after a restart, and the ranks use the same keys in it (in torch 2.6, 2.13
+    and 2.14; before 2.6 keys began with the number of the restart). So gloo connects to killed
+    ranks, and NCCL to the former rank 0. Ranks that meet elsewhere (an ``init_method`` or a store
+    of the program) are not affected.
     """
-    left = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    return kept and left.isdecimal() and int(left) > 0
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return False
+    allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    made = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if not (allowed.isdecimal() and made.isdecimal() and int(allowed) > int(made)):
+        return False
+    c10d = dist.distributed_c10d
+    store = c10d._get_default_store()
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    # Only a store that is reached over the network has a port.
+    return str(getattr(store, "port", "none")) == os.environ.get("MASTER_PORT")
 
 
 def group_of_job(timeout_s: float) -> Group | None:

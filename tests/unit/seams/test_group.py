@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.seams.group import TorchGroup
-from everstep.trainer.job.place import join_job
+from everstep.trainer.job import place
 
 _ROUND = 1024 - 8
 _TIMEOUT_S = 20.0
@@ -129,20 +131,76 @@ class OneOfTwo:
         self.rank = rank
 
 
+Stores = dict[str, Any]
+
+
+@pytest.fixture
+def stores(tmp_path: Path, fresh_warning: None) -> Stores:
+    """Stores of a default group; "agent" is the one that torchrun serves to its workers."""
+    return {
+        "agent": dist.TCPStore("127.0.0.1", 0, is_master=True),
+        "another": dist.TCPStore("127.0.0.1", 0, is_master=True),
+        "file": dist.FileStore(str(tmp_path / "store"), 1),
+    }
+
+
+@pytest.fixture
+def fresh_warning() -> Iterator[None]:
+    """A process that has not warned yet."""
+    place._warn_of_kept_store.cache_clear()
+    yield
+    place._warn_of_kept_store.cache_clear()
+
+
+KEPT = {
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+"""Environment of a worker in torchrun --max-restarts=3 with torch's defaults."""
+
+
 @pytest.mark.parametrize(
-    ("rank", "restarts", "kept", "told"),
-    [(0, "3", "True", 1), (1, "3", "True", 0), (0, "0", "True", 0), (0, "3", "False", 0)],
+    ("changed", "rank", "store", "warned"),
+    [
+        ({}, 0, "agent", 1),
+        ({}, 1, "agent", 0),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, 0, "agent", 1),
+        ({"TORCHELASTIC_RESTART_COUNT": "3"}, 0, "agent", 0),  # no restart is left
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, 0, "agent", 0),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, 0, "agent", 0),
+        (dict.fromkeys(KEPT, ""), 0, "agent", 0),  # not started by torchrun
+        ({}, 0, "another", 0),
+        ({}, 0, "file", 0),
+    ],
 )
-def test_a_launcher_that_keeps_its_store_over_restarts_is_told_of(
+def test_a_launcher_whose_restarts_will_fail_is_warned_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    stores: Stores,
+    changed: dict[str, str],
     rank: int,
-    restarts: str,
-    kept: str,
-    told: int,
+    store: str,
+    warned: int,
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept)
+    for name, value in (KEPT | changed).items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", str(stores["agent"].port))
     seams: Any = SimpleNamespace(group=lambda timeout_s: OneOfTwo(rank))
-    assert join_job(seams, 1.0) is not None
-    assert caplog.text.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == told
+    dist.init_process_group("fake", rank=rank, world_size=2, store=stores[store])
+    try:
+        for _ in range(2):
+            assert place.join_job(seams, 1.0) is not None
+    finally:
+        dist.destroy_process_group()
+    assert caplog.text.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == warned
+
+
+def test_a_process_that_trains_alone_is_not_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_warning: None
+) -> None:
+    for name, value in KEPT.items():
+        monkeypatch.setenv(name, value)
+    seams: Any = SimpleNamespace(group=lambda timeout_s: None)
+    assert place.join_job(seams, 1.0) is None
+    assert not caplog.records

@@ -7,12 +7,15 @@ run. A resume can read from the places for copies, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
+
+import torch
 
 from everstep.commit.job import COORDINATOR
 from everstep.config import Options, presets
@@ -115,14 +118,21 @@ def join_job(seams: Seams, timeout_s: float) -> Job | None:
     """
     group = seams.group(timeout_s) if seams.group is not None else group_of_job(timeout_s)
     if group is not None and group.rank == COORDINATOR and store_survives_restarts():
-        _log.warning(
-            "everstep: torchrun keeps one store over its restarts here (torch 2.13): ranks that "
-            "--max-restarts starts again find in it the addresses of those that were killed, and "
-            "gloo does not connect them (connectFullMesh ... Connection refused)\n  hint: set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, and call it with "
-            "--standalone or --rdzv-backend=c10d"
-        )
+        _warn_of_kept_store()
     return None if group is None else Job(group, timeout_s)
+
+
+@functools.cache
+def _warn_of_kept_store() -> None:
+    """Log, once in a process, that a restart by torchrun will fail."""
+    _log.warning(
+        "everstep: --max-restarts will not bring this job back: torchrun (torch %s) keeps the "
+        "store in which ranks meet, and restarted ranks find the addresses of the killed ones in "
+        "it (connectFullMesh ... Connection refused)\n  hint: set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, and call it with "
+        "--standalone or --rdzv-backend=c10d",
+        torch.__version__,
+    )
 
 
 def resume_as_job_of_one(request: ResumeRequest, run_id: str) -> tuple[Resumed, bool]:
