@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -35,7 +32,7 @@ CONFIG = (ROOT / "mkdocs.yml").read_text()
 API = (DOCS / "API.md").read_text()
 PAPERS = sorted(DOCS.glob("papers/*.md"))
 PAGES = [
-    *(DOCS / name for name in ("QUICKSTART.md", "RECIPES.md", "integrations/torchrun.md")),
+    *(DOCS / name for name in ("QUICKSTART.md", "RECIPES.md")),
     *PAPERS,
 ]
 TIMEOUT_S = 120
@@ -122,10 +119,6 @@ def blocks(page: Path) -> list[Block]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
-def is_slow(page: Path) -> bool:
-    return any("torchrun " in code for language, code in blocks(page) if language == "console")
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_blocks_are_of_languages_that_are_executed(page: Path) -> None:
     found = blocks(page)
@@ -133,11 +126,7 @@ def test_blocks_are_of_languages_that_are_executed(page: Path) -> None:
     assert found
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if is_slow(page) else []) for page in PAGES],
-    ids=name_of,
-)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     """In order, in one folder; Python continues what stands before it on the page."""
     programs: list[str] = []
@@ -173,8 +162,8 @@ def run_line(line: str, shown: str, folder: Path) -> None:
     if words[0] == "everstep":
         found, mask = run_command(words, folder), masked
     else:
-        runner = {"python": run_python, "torchrun": run_torchrun}[words[0]]
-        found, mask = runner(words[1:], folder, environment), without_fractions
+        assert words[0] == "python"
+        found, mask = run_python(words[1:], folder, environment), without_fractions
     if shown:
         assert mask(found) == mask(shown)
 
@@ -185,19 +174,6 @@ def run_python(words: Sequence[str], folder: Path, environment: dict[str, str]) 
     status, out, err = run_trainer(code, timeout_s=TIMEOUT_S, **environment)
     assert status == (-signal.SIGKILL if "KILL_AT" in environment else 0), err
     return out
-
-
-def run_torchrun(words: Sequence[str], folder: Path, environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def without_fractions(text: str) -> list[str]:
