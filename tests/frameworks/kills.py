@@ -34,18 +34,34 @@ class Trained:
         final: digests of the parts of the final state.
         recoveries: what each start has said of its resume: step, exact, notes.
         output: stdout and stderr of the last start.
+        others: records of the ranks after the first, if they have any.
     """
 
     steps: dict[int, Any] = field(default_factory=dict)
     final: dict[str, str] = field(default_factory=dict)
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     output: str = ""
+    others: list[Trained] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Trained:
+        """Read the record of one rank."""
+        trained = cls()
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            if "recovery" in entry:
+                trained.recoveries.append(entry["recovery"])
+            elif "final" in entry:
+                trained.final = entry["final"]
+            else:
+                trained.steps[entry["step"]] = entry["saw"]
+        return trained
 
 
 def train(
     program: str,
     folder: Path,
-    kill_at: Sequence[int] = (),
+    kill_at: Sequence[float | tuple[float, str] | Mapping[str, str]] = (),
     env: Mapping[str, str] | None = None,
     ranks: int = 1,
 ) -> Trained:
@@ -55,23 +71,23 @@ def train(
         program: the name of a file in ``programs/``, without its suffix.
         folder: an empty folder for the run and the record.
         kill_at: numbers of steps, ascending: the n-th start is killed once it has recorded the
-            n-th of these; the last start is left alone.
+            n-th of these, or amid the next step if a half is added; the last start is left alone.
+            Of several ranks the first is killed, or those named: ``(7, "0,1")``. torchrun ends
+            the others. A mapping holds variables of the environment by which a start is killed.
         env: further environment variables of the program.
-        ranks: number of processes that torchrun starts; rank 0 is killed, and torchrun ends the
-            others.
+        ranks: number of processes that torchrun starts.
     """
-    for number in kill_at:
-        _start(program, folder, env, ranks, kill_at=number)
-    output = _start(program, folder, env, ranks, kill_at=None)
-    trained = Trained(output=output)
-    for line in (folder / "out" / "record.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        if "recovery" in entry:
-            trained.recoveries.append(entry["recovery"])
-        elif "final" in entry:
-            trained.final = entry["final"]
-        else:
-            trained.steps[entry["step"]] = entry["saw"]
+    for point in kill_at:
+        if not isinstance(point, Mapping):
+            number, killed = point if isinstance(point, tuple) else (point, "0")
+            point = {"KILL_AT": str(number), "KILL_RANKS": killed}
+        _start(program, folder, env, ranks, point)
+    output = _start(program, folder, env, ranks, {})
+    out = folder / "out"
+    trained = Trained.read(out / "record.jsonl")
+    trained.output = output
+    others = [out / f"record-{rank}.jsonl" for rank in range(1, ranks)]
+    trained.others = [Trained.read(path) for path in others if path.exists()]
     return trained
 
 
@@ -80,7 +96,7 @@ def _start(
     folder: Path,
     env: Mapping[str, str] | None,
     ranks: int,
-    kill_at: int | None,
+    kill: Mapping[str, str],
 ) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     variables = {
@@ -89,7 +105,8 @@ def _start(
         "HF_HUB_OFFLINE": "1",
         "RUN": str(folder / "run"),
         "OUT": str(folder / "out"),
-        "KILL_AT": "" if kill_at is None else str(kill_at),
+        "KILL_AT": "",
+        **kill,
         **(env or {}),
     }
     command = ["-W", "ignore::DeprecationWarning", str(PROGRAMS / f"{program}.py")]
@@ -108,6 +125,6 @@ def _start(
         check=False,
     )
     killed = -signal.SIGKILL if ranks == 1 else 1  # torchrun's own status
-    expected = 0 if kill_at is None else killed
+    expected = killed if kill else 0
     assert process.returncode == expected, process.stdout[-4000:]
     return process.stdout

@@ -16,12 +16,15 @@ import everstep
 __all__ = ["final", "kill_if_due", "recovered", "step"]
 
 _OUT = Path(os.environ["OUT"])
+_RANK = os.environ.get("RANK", "0")
 _KILL_AT = os.environ.get("KILL_AT", "")
+_KILL_RANKS = os.environ.get("KILL_RANKS", "0").split(",")
 
 
 def _write(entry: dict[str, Any]) -> None:
     _OUT.mkdir(parents=True, exist_ok=True)
-    with (_OUT / "record.jsonl").open("a", encoding="utf-8") as file:
+    name = "record.jsonl" if _RANK == "0" else f"record-{_RANK}.jsonl"
+    with (_OUT / name).open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
 
 
@@ -36,9 +39,10 @@ def step(number: int, saw: Any) -> None:
     _write({"step": number, "saw": saw})
 
 
-def kill_if_due(number: int) -> None:
-    """End this process by SIGKILL after the step that the test has chosen."""
-    if _KILL_AT and number == int(_KILL_AT):
+def kill_if_due(number: float) -> None:
+    """End this process by SIGKILL at the point that the test has chosen for its rank: after step
+    ``number``, or amid the next one if a half is added."""
+    if _KILL_AT and number == float(_KILL_AT) and _RANK in _KILL_RANKS:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -56,7 +56,7 @@ def test_nothing_prepared(tmp_path: Path) -> None:
 
 def test_parts_of_the_accelerator(tmp_path: Path) -> None:
     accelerator, model, *_ = prepared()
-    with pytest.raises(OptionError, match="'model' of the state is that of the Accelerator"):
+    with pytest.raises(OptionError, match="'model' of the state is the Accelerator's own"):
         resumable(accelerator, tmp_path / "run", state={"model": model})
 
 

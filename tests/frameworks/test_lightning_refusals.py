@@ -8,6 +8,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, IterableDataset
 
 from everstep.errors import OptionError
@@ -63,10 +64,15 @@ def test_options(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning.Trainer, "world_size", 2)
-    with pytest.raises(OptionError, match="several ranks"):
-        trainer_of(EverstepCallback(tmp_path / "run")).fit(Module(), loader())
+class Sharding(SingleDeviceStrategy):
+    """Stands for strategies that need devices which this machine may not have."""
+
+
+def test_strategies(tmp_path: Path) -> None:
+    trainer = trainer_of(EverstepCallback(tmp_path / "run"), strategy=Sharding("cpu"))
+    with pytest.raises(OptionError, match="a Trainer with the strategy Sharding cannot be"):
+        trainer.fit(Module(), loader())
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_to_resume_from(tmp_path: Path) -> None:
@@ -98,6 +104,18 @@ def test_loaders_without_a_position(data: Any, problem: str, tmp_path: Path) -> 
 def test_parts_of_the_trainer(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="'model' of the state is the Trainer's own"):
         EverstepCallback(tmp_path / "run", state={"model": Module()})
+
+
+def test_plain_data_that_the_user_adds_stays_in_their_mapping(tmp_path: Path) -> None:
+    class Counts(lightning.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            state["batches"] += 1
+
+    for steps in (4, 6):
+        state = {"batches": 0}
+        callback = EverstepCallback(tmp_path / "run", state=state)
+        trainer_of(Counts(), callback, max_steps=steps).fit(Module(), loader())
+        assert state == {"batches": steps}
 
 
 def test_two_callbacks(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -43,11 +44,30 @@ def test_options(option: str, tmp_path: Path) -> None:
         resumable(trainer_of(tmp_path, **{option: True}), tmp_path / "run")
 
 
-def test_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
+def test_kinds_of_several_ranks(
+    kind: DistributedType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = trainer_of(tmp_path)
-    monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(OptionError, match="several ranks"):
+    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", kind)
+    with pytest.raises(OptionError, match=f"a Trainer of the type {kind} cannot be made resumable"):
         resumable(trainer, tmp_path / "run")
+
+
+def test_several_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(OptionError, match="DataParallel"):
+        resumable(trainer, tmp_path / "run")
+
+
+def test_data_that_one_rank_reads_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(OptionError, match="whose first rank reads the data for all"):
+        resumable(trainer, tmp_path / "run").train()
+    assert not (tmp_path / "run").exists()
 
 
 def test_twice(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,15 +45,37 @@ def test_killed_training_ends_in_the_same_bits(
     assert killed.final == whole.final
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_two_ranks_are_killed(method: str, tmp_path: Path) -> None:
-    env = {"METHOD": method}
-    whole = train("accelerate_resumable", tmp_path / "whole", env=env, ranks=2)
-    killed = train("accelerate_resumable", tmp_path / "killed", (4, 12), env, ranks=2)
-    assert [r["exact"] for r in killed.recoveries] == [True] * 3
+@pytest.mark.parametrize(
+    ("program", "method", "env", "kill_at"),
+    [
+        ("accelerate_resumable", "lazy", {}, [7, (11.5, "0,1")]),
+        ("accelerate_resumable", "logged", {}, [4, (11.5, "1")]),
+        ("lightning_callback", "lazy", {"ACCUMULATE": "2", "MAX_STEPS": "13"}, [(7, "0,1"), 10]),
+        ("lightning_callback", "logged", {"WORKERS": "2"}, [4, (9.5, "1"), (20, "0,1")]),
+        ("trainer_resumable", "lazy", {"DATA": "stream", "MAX_STEPS": "15"}, [(8, "1"), 12]),
+        ("trainer_resumable", "logged", {}, [4, (9.5, "1"), (15, "0,1")]),
+    ],
+)
+def test_two_ranks_are_killed(
+    program: str, method: str, env: dict[str, str], kill_at: list[Any], tmp_path: Path
+) -> None:
+    """The first rank, the second amid a step, and both: the record of each rank is the same."""
+    env = {**env, "METHOD": method}
+    whole = train(program, tmp_path / "whole", env=env, ranks=2)
+    killed = train(program, tmp_path / "killed", kill_at, env, ranks=2)
     assert killed.recoveries[-1]["step"] > 0
-    assert killed.steps == whole.steps
-    assert killed.final == whole.final
+    for mine, other in ((killed, whole), (killed.others[0], whole.others[0])):
+        assert [one["exact"] for one in mine.recoveries] == [True] * (1 + len(kill_at))
+        assert mine.steps == other.steps
+        assert mine.final == other.final
+
+
+def test_without_the_trainers_sampler_each_rank_reads_all(tmp_path: Path) -> None:
+    env = {"METHOD": "lazy", "SAMPLER": "own", "MAX_STEPS": "4"}
+    trained = train("lightning_callback", tmp_path, env=env, ranks=2)
+    ids = [{n: saw[:4] for n, saw in one.steps.items()} for one in (trained, *trained.others)]
+    assert ids[0] == ids[1]
+    assert len({number for saw in ids[0].values() for number in saw}) == 16
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -84,12 +84,22 @@ def public_names() -> set[str]:
     return (names | {"everstep.compress.Compressor"}) - {"everstep.__version__", "everstep.errors"}
 
 
+SHARED = ("loops", "parts")
+"""Modules that integrations share; users import nothing from them."""
+
+
 def integrations() -> Iterator[str]:
     """The same of the integrations, whose libraries are not installed here."""
-    for path in sorted((ROOT / "src/everstep/integrations").glob("[a-z]*.py")):
-        for node in ast.parse(path.read_text()).body:
+    folder = ROOT / "src/everstep/integrations"
+    for path in sorted(folder.glob("[a-z]*.py")):
+        for node in ast.parse(path.read_text()).body if path.stem not in SHARED else []:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 yield f"everstep.integrations.{path.stem}.{node.name}"
+    for path in sorted(folder.glob("*/__init__.py")):
+        found = re.search(r"^__all__ = (\[.*?\])", path.read_text(), re.M | re.S)
+        assert found is not None, path
+        for name in ast.literal_eval(found[1]):
+            yield f"everstep.integrations.{path.parent.name}.{name}"
 
 
 def described() -> set[str]:

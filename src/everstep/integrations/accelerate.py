@@ -8,16 +8,14 @@
         for batch in loader:
             ...
 
-A step ends where the loop asks its loader for the next batch: all that its body does after
-``optimizer.step()`` belongs to it. So :func:`resumable` puts a resumable loader into each prepared
-loader, and follows it. The last step of an epoch ends when the loader does; code after the inner
-loop is run again by a resume in between.
+A step ends where the loop asks its loader for the next batch (:mod:`everstep.integrations.loops`).
+So :func:`resumable` puts a resumable loader into each prepared loader, and follows it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,8 @@ from torch.utils.data import DataLoader
 from everstep.checkpointer import Checkpointer
 from everstep.data import ResumableLoader
 from everstep.errors import OptionError
-from everstep.restore.start import Recovery
-from everstep.state.values.generators import RngStates
+from everstep.integrations.loops import FollowedLoader, Run
+from everstep.integrations.parts import with_added
 
 try:
     import accelerate
@@ -54,7 +52,7 @@ def resumable(
     accelerator: Accelerator,
     path: str | Path,
     *,
-    state: Mapping[str, Any] | None = None,
+    state: MutableMapping[str, Any] | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Run:
@@ -63,6 +61,7 @@ def resumable(
     In the state are all objects that ``accelerator.prepare()`` and ``register_for_checkpointing()``
     were given (models, optimizers, schedulers), the gradient scaler, random generators, and
     position and order of the data. Call it after ``prepare()`` and before the loop, on each rank.
+    ``accelerator.end_training()`` closes the run.
 
     Args:
         accelerator: the Accelerator.
@@ -76,10 +75,18 @@ def resumable(
     """
     _refuse(accelerator)
     loaders = [_Loader(loader, seed) for loader in accelerator._dataloaders]
-    parts = _parts(accelerator, loaders)
-    if taken := sorted(set(state or ()) & parts.keys()):
-        raise OptionError(f"the part {taken[0]!r} of the state is that of the Accelerator")
-    return Run(accelerator, loaders, Checkpointer(path, parts | dict(state or {}), **options))
+    parts = with_added(_parts(accelerator, loaders), state, "the Accelerator")
+    optimizers = [one.optimizer for one in accelerator._optimizers]
+    run = Run(Checkpointer(path, parts, **options), optimizers, loaders)
+    end_training = accelerator.end_training
+
+    @functools.wraps(end_training)
+    def end() -> None:
+        run.close()
+        end_training()
+
+    accelerator.end_training = end
+    return run
 
 
 def _refuse(accelerator: Accelerator) -> None:
@@ -117,87 +124,6 @@ def _parts(accelerator: Accelerator, loaders: list[_Loader]) -> dict[str, Any]:
     return parts
 
 
-class Run:
-    """Run of a training loop.
-
-    Attributes:
-        recovery: result of the resume.
-        checkpointer: the Checkpointer.
-    """
-
-    def __init__(
-        self, accelerator: Accelerator, loaders: list[_Loader], checkpointer: Checkpointer
-    ) -> None:
-        self.checkpointer = checkpointer
-        self._accelerator = accelerator
-        self._loaders = loaders
-        self._active: _Loader | None = None
-        self._due: _Loader | None = None
-        try:
-            self.recovery: Recovery = checkpointer.resume()
-        except BaseException:
-            checkpointer.close()
-            raise
-        self._steps = self.recovery.step
-        self._generators: RngStates | None = RngStates.now()
-        self._hooks = [
-            one.optimizer.register_step_post_hook(self._updated) for one in accelerator._optimizers
-        ]
-        for loader in loaders:
-            loader.follow(self)
-        end_training = accelerator.end_training
-
-        @functools.wraps(end_training)
-        def end() -> None:
-            self.close()
-            end_training()
-
-        accelerator.end_training = end
-
-    @property
-    def epoch(self) -> int:
-        """Epoch in which the loop continues; from 0."""
-        return next((one for one in self._loaders if one.trains), self._loaders[0]).epoch
-
-    def begins(self) -> None:
-        """Put the random generators back before the first batch: other code may have drawn."""
-        if self._generators is not None:
-            self._generators.put_back()
-            self._generators = None
-
-    def gives(self, loader: _Loader) -> None:
-        """Note that a loader gives a batch to the loop."""
-        self._active = loader
-
-    def is_due(self, loader: _Loader) -> bool:
-        """Return True if a step whose batch came from this loader is not marked yet."""
-        return self._due is loader
-
-    def is_over(self, loader: _Loader) -> None:
-        """Mark the step whose batch came from this loader, if there was an update."""
-        if self.is_due(loader):
-            self._due = None
-            for one in self._loaders:
-                one.trains = one is loader
-            self._steps += 1
-            self.checkpointer.step()
-
-    def close(self) -> None:
-        """Save the end of the training, and close the run. ``end_training()`` calls it."""
-        if self._hooks:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
-            if self._due is not None:
-                self._due.leave_epoch(self)
-            if self._steps:
-                self.checkpointer.save()
-            self.checkpointer.close()
-
-    def _updated(self, *_: Any) -> None:
-        self._due = self._active
-
-
 class _Source(ResumableLoader):
     """Resumable loader in the place of the ``DataLoader`` inside a prepared one, with its
     attributes."""
@@ -208,15 +134,8 @@ class _Source(ResumableLoader):
         return getattr(self.source, name)
 
 
-class _Loader:
-    """A prepared loader, and its position in the state.
-
-    Attributes:
-        trains: the last step's batch came from this loader; others may be for evaluations.
-        everstep_restores_data: True; marks an object that restores the order of data.
-    """
-
-    everstep_restores_data = True
+class _Loader(FollowedLoader):
+    """A prepared loader, and its position in the state."""
 
     def __init__(self, prepared: Any, seed: int) -> None:
         if type(prepared) is not DataLoaderShard:
@@ -230,33 +149,21 @@ class _Loader:
                 f"a prepared {type(base).__name__} cannot be made resumable",
                 hint="prepare a DataLoader, with use_stateful_dataloader=False",
             )
-        self.trains = False
-        self._source = _Source(base, seed=seed)
+        super().__init__(_Source(base, seed=seed))
         self._prepared = prepared
         prepared.base_dataloader = self._source
         prepared.dl_state_dict = self._source.state_dict()
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the position."""
-        return int(self.state_dict()["epoch"])
-
-    def state_dict(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """Return the position after the batch that the loop has; one more is fetched already."""
         at = self._prepared.dl_state_dict
-        position = {key: value for key, value in at.items() if key != "_iterator_finished"}
-        return position | {"trains": self.trains}
+        return {key: value for key, value in at.items() if key != "_iterator_finished"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a position: the next loop continues there."""
-        self._source.load_state_dict(state)
-        self.trains = state["trains"]
+        super().load_state_dict(state)
         self._prepared.dl_state_dict = dict(state)
         self._prepared.iteration = state["epoch"]
-
-    def refusal(self, state: Any) -> str | None:
-        """Return the reason why this loader cannot continue from a position; None: it can."""
-        return self._source.refusal(state)
 
     def follow(self, run: Run) -> None:
         """Tell a run where steps end."""

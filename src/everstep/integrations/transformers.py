@@ -24,8 +24,8 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,12 +35,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from everstep.checkpointer import Checkpointer
 from everstep.data import ResumableLoader
 from everstep.errors import OptionError, RecoveryError, StateError
+from everstep.integrations.parts import with_added
 from everstep.restore.start import Recovery
 from everstep.state.values.generators import RngStates
 
 try:
     import transformers
-    from accelerate.utils import send_to_device
+    from accelerate.data_loader import DataLoaderDispatcher
+    from accelerate.utils import DistributedType, send_to_device
     from transformers import Trainer, TrainerState
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
@@ -65,6 +67,7 @@ _OVERRIDDEN = (
 )
 """Methods of the Trainer that this module overrides; most are private to transformers."""
 
+_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _STATE_FILE = "trainer_state.json"
 _COUNTERS = (
     "best_global_step",
@@ -94,7 +97,7 @@ def resumable(
     trainer: _TrainerT,
     path: str | Path,
     *,
-    state: Mapping[str, Any] | None = None,
+    state: MutableMapping[str, Any] | None = None,
     on_resume: Callable[[Recovery], None] | None = None,
     **options: Any,
 ) -> _TrainerT:
@@ -104,7 +107,7 @@ def resumable(
     and order of the data, and the Trainer's counters, logs, best metric and stateful callbacks.
     Batches are made by a :class:`~everstep.data.ResumableLoader` over the Trainer's dataset and
     sampler, seeded by ``args.data_seed`` or ``args.seed``, so a resume replays no batches of a
-    map-style dataset and draws no random numbers.
+    map-style dataset and draws no random numbers. Several processes train with DDP.
 
     The Trainer's own checkpoints (``save_strategy``) are written as before and are not needed.
 
@@ -121,7 +124,7 @@ def resumable(
     _refuse(trainer, state or {})
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (_Resumable, kind), {"__module__": kind.__module__})
-    trainer._everstep = _Run(trainer, path, dict(state or {}), on_resume, options)
+    trainer._everstep = _Run(trainer, path, state, on_resume, options)
     return trainer
 
 
@@ -141,14 +144,21 @@ def _refuse(trainer: Trainer, state: Mapping[str, Any]) -> None:
     args = trainer.args
     unsupported = {
         "auto_find_batch_size": args.auto_find_batch_size,
-        "deepspeed": trainer.is_deepspeed_enabled,
         "ignore_data_skip": args.ignore_data_skip,
-        "fsdp": trainer.is_fsdp_enabled,
-        "several ranks or devices": args.world_size > 1 or args.n_gpu > 1,
-        "torch_xla": trainer.is_fsdp_xla_enabled,
+        "several devices in one process (DataParallel)": args.n_gpu > 1,
+        "a model that transformers distributes itself": getattr(
+            trainer, "is_distributed_loading_by_transformers", False
+        ),
+        "a parallelism_config": getattr(trainer.accelerator, "parallelism_config", None)
+        is not None,
     }
     if found := [name for name, is_used in unsupported.items() if is_used]:
         raise OptionError(f"a Trainer with {found[0]} cannot be made resumable")
+    if (kind := trainer.accelerator.distributed_type) not in _SUPPORTED:
+        raise OptionError(
+            f"a Trainer of the type {kind} cannot be made resumable",
+            hint="supported are one process, and DDP: torchrun without fsdp and deepspeed",
+        )
 
 
 class _Resumable(Trainer):
@@ -221,7 +231,7 @@ class _Run:
         self,
         trainer: Any,
         path: str | Path,
-        state: dict[str, Any],
+        state: MutableMapping[str, Any] | None,
         on_resume: Callable[[Recovery], None] | None,
         options: dict[str, Any],
     ) -> None:
@@ -235,6 +245,7 @@ class _Run:
         self._batches: _Batches | None = None
         self._loader: DataLoader[Any] | None = None
         self._checkpoint = Path()
+        self._opened = ExitStack()
         self._ckpt: Checkpointer | None = None
         self._marked = 0
         self._generators: RngStates | None = None
@@ -243,19 +254,21 @@ class _Run:
     def training(self) -> Iterator[str]:
         """Hold the run open while the Trainer trains; yield the folder from which it takes its
         counters, as from one of its own checkpoints."""
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as self._opened:
             self._checkpoint = Path(folder, _STATE_FILE)
             TrainerState().save_to_json(str(self._checkpoint))  # train() looks at it first
-            try:
-                yield folder
-            finally:
-                self.close()
+            yield folder
 
     def data(self, prepared: DataLoader[Any]) -> DataLoader[Any]:
         """Return a loader with the dataset and sampler of a prepared one, whose position is part
         of the state."""
         args = self._trainer.args
         seed = args.seed if args.data_seed is None else args.data_seed
+        if args.world_size > 1 and isinstance(prepared, DataLoaderDispatcher):
+            raise OptionError(
+                "a Trainer whose first rank reads the data for all cannot be made resumable",
+                hint='give it accelerator_config={"dispatch_batches": False}',
+            )
         self._batches = _Batches(ResumableLoader(_plain(prepared), seed=seed), args.device)
         # A generator of its own: each iterator draws a base seed, by default from the generator of
         # the program.
@@ -282,7 +295,8 @@ class _Run:
         }
         if trainer.accelerator.scaler is not None:
             parts["scaler"] = trainer.accelerator.scaler
-        self._ckpt = Checkpointer(self._path, parts | self._state, **self._options)
+        state = with_added(parts, self._state, "the Trainer")
+        self._ckpt = self._opened.enter_context(Checkpointer(self._path, state, **self._options))
         recovery = self._ckpt.resume()
         if recovery.step != trainer.state.global_step:
             raise RecoveryError(
@@ -337,20 +351,13 @@ class _Run:
         assert self._ckpt is not None
         if self._marked:
             self._ckpt.save()
-        self.close()
+        self._ckpt.close()
 
     @property
     def is_over(self) -> bool:
         """True if the Trainer has nothing left to do: without this it would take one more step."""
         state = self._trainer.state
         return self._progress.is_stopped or state.global_step >= state.max_steps
-
-    def close(self) -> None:
-        """Close the run, if it is open."""
-        if self._ckpt is not None:
-            ckpt = self._ckpt
-            self._ckpt = None
-            ckpt.close()
 
 
 class _Progress:

@@ -30,26 +30,24 @@ model, optimizer, loader, held_out, scheduler = accelerator.prepare(
     model, optimizer, loader, held_out, scheduler
 )
 run = resumable(accelerator, os.environ["RUN"], every=4, method=os.environ["METHOD"])
-first = accelerator.is_main_process
-if first:
-    record.recovered(run.recovery)
+record.recovered(run.recovery)
 step = run.recovery.step
 saw: list[float] = []
 for _ in range(run.epoch, 3):
     for ids, x, y in loader:
-        if first and not saw:  # the step before is marked
+        if not saw:  # the step before is marked
             record.kill_if_due(step)
         with accelerator.accumulate(model):
             loss = torch.nn.functional.cross_entropy(model(x), y)
             accelerator.backward(loss)
+            record.kill_if_due(step + 0.5)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         saw += [*ids.tolist(), loss.item()]
         if accelerator.sync_gradients:
             step += 1
-            if first:
-                record.step(step, saw.copy())
+            record.step(step, saw.copy())
             saw.clear()
             if step % 8 == 0:
                 with torch.no_grad():
@@ -57,9 +55,8 @@ for _ in range(run.epoch, 3):
                         torch.nn.functional.cross_entropy(model(x), y)
     scheduler.step()  # after the inner loop
 accelerator.end_training()
-if first:
-    record.final(
-        model=accelerator.unwrap_model(model).state_dict(),
-        optimizer=optimizer.state_dict(),
-        scheduler=scheduler.state_dict(),
-    )
+record.final(
+    model=accelerator.unwrap_model(model).state_dict(),
+    optimizer=optimizer.state_dict(),
+    scheduler=scheduler.state_dict(),
+)

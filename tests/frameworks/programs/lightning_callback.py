@@ -1,4 +1,4 @@
-"""Lightning's Trainer with one callback of everstep, and a plain loader."""
+"""Lightning's Trainer with one callback of everstep, and a plain loader; DDP under torchrun."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from tests.frameworks import record
 from tests.frameworks.samples import Noisy, classifier
 
 MANUAL = os.environ.get("MANUAL") == "1"
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = classifier()
+        if RANKS > 1:  # has state that differs from rank to rank
+            self.net.append(torch.nn.BatchNorm1d(4))
         self.automatic_optimization = not MANUAL
         self.saw: list[float] = []
 
     def training_step(self, batch, index):
         ids, x, y = batch
         loss = torch.nn.functional.cross_entropy(self.net(x), y)
+        record.kill_if_due(self.trainer.global_step + 0.5)
         self.saw += [*ids.tolist(), loss.item()]
         if MANUAL:
             for optimizer in self.optimizers():
@@ -40,7 +44,8 @@ class Module(lightning.LightningModule):
 
     def validation_step(self, batch, index):
         _, x, y = batch
-        self.log("loss", torch.nn.functional.cross_entropy(self.net(x), y))
+        loss = torch.nn.functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss, sync_dist=True)
 
     def configure_optimizers(self):
         if MANUAL:
@@ -80,6 +85,9 @@ trainer = lightning.Trainer(
     limit_train_batches=float(os.environ.get("LIMIT", "1.0")),
     val_check_interval=0.5,
     accelerator="cpu",
+    strategy="ddp" if RANKS > 1 else "auto",
+    devices=RANKS,
+    use_distributed_sampler=os.environ.get("SAMPLER") != "own",
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,

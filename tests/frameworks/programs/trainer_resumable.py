@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer with one line of everstep: accumulated gradients, evaluation, dropout."""
+"""Hugging Face's Trainer with one line of everstep: accumulated gradients, evaluation, dropout;
+DDP under torchrun."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ class Recorded(Trainer):
         numbers = inputs.pop("number").tolist()
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if model.training:
+            record.kill_if_due(self.state.global_step + 0.5)
             seen.extend([*numbers, loss.item()])
         return loss
 
@@ -66,6 +68,8 @@ arguments = TrainingArguments(
     dataloader_num_workers=int(os.environ.get("WORKERS", "0")),
     report_to=[],
     use_cpu=True,
+    # For a stream and several ranks: by default the first of them reads it for all.
+    accelerator_config={"dispatch_batches": None if "RANK" not in os.environ else False},
     disable_tqdm=True,
     remove_unused_columns=False,
     seed=0,

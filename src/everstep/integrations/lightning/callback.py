@@ -1,4 +1,4 @@
-"""Lightning's Trainer: one callback makes a training recoverable, step by step.
+"""Callback of Lightning's Trainer that makes a training recoverable, step by step.
 
 ::
 
@@ -19,32 +19,27 @@ For the marks of 3 no hook comes late enough, so two methods of the Trainer's lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from everstep.checkpointer import Checkpointer
 from everstep.data import ResumableLoader
 from everstep.errors import OptionError
+from everstep.integrations.parts import with_added
 from everstep.restore.start import Recovery
 from everstep.state.values.generators import RngStates
-
-try:
-    import lightning
-    from lightning import Callback, LightningModule, Trainer
-    from lightning.pytorch.loops.loop import _Loop
-    from lightning.pytorch.trainer import call
-    from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
-except ImportError as error:
-    raise ImportError(
-        f"everstep.integrations.lightning cannot be used: {error}; "
-        "pip install 'everstep[lightning]'"
-    ) from error
 
 _FOLLOWED = {
     "fit_loop": ("_data_source", "epoch_progress", "on_advance_end"),
@@ -52,6 +47,7 @@ _FOLLOWED = {
 }
 """Attributes of the Trainer's loops that this module uses; some are private to Lightning."""
 
+_STRATEGIES = (DDPStrategy, SingleDeviceStrategy)
 _OWN = ("data", "loops", "model", "optimizer", "scaler", "scheduler")
 _SMALL = 64
 
@@ -63,6 +59,7 @@ class EverstepCallback(Callback):
     position and order of the data, and the Trainer's loops, callbacks and datamodule. Training
     loaders are replaced by a :class:`~everstep.data.ResumableLoader` over their datasets and
     samplers, unless they have a ``state_dict()`` of their own, so a resume replays no batches.
+    Several processes train with DDP.
 
     The Trainer's own checkpoints are written as before and are not needed.
 
@@ -78,7 +75,7 @@ class EverstepCallback(Callback):
         self,
         path: str | Path,
         *,
-        state: Mapping[str, Any] | None = None,
+        state: MutableMapping[str, Any] | None = None,
         seed: int = 0,
         on_resume: Callable[[Recovery], None] | None = None,
         **options: Any,
@@ -87,7 +84,7 @@ class EverstepCallback(Callback):
         if taken := sorted(set(state or ()) & set(_OWN)):
             raise OptionError(f"the part {taken[0]!r} of the state is the Trainer's own")
         self._path = path
-        self._state = dict(state or {})
+        self._state = state
         self._seed = seed
         self._on_resume = on_resume
         self._options = options
@@ -101,13 +98,13 @@ class EverstepCallback(Callback):
         """
         _refuse(trainer)
         loaders = _resumable_loaders(trainer, self._seed)
-        parts = _parts(trainer, pl_module, loaders) | self._state
+        parts = with_added(_parts(trainer, loaders), self._state, "the Trainer")
         ckpt = Checkpointer(self._path, parts, **self._options)
         try:
             recovery = ckpt.resume()
             self._run = _Run(trainer, ckpt, loaders)
-        except BaseException:
-            ckpt.close()
+        except BaseException as error:
+            ckpt.__exit__(type(error), error, error.__traceback__)
             raise
         if self._on_resume is not None:
             self._on_resume(recovery)
@@ -123,16 +120,16 @@ class EverstepCallback(Callback):
         pl_module: LightningModule,
         exception: BaseException,
     ) -> None:
-        """Close the run."""
-        self._close()
+        """Close the run, without a last base: other ranks may have died."""
+        self._close(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the run."""
         self._close()
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         if self._run is not None:
-            self._run.close()
+            self._run.close(error)
             self._run = None
 
 
@@ -145,8 +142,13 @@ def _refuse(trainer: Trainer) -> None:
                 f"{missing[0]}",
                 hint="install a newer lightning (tested: 2.6)",
             )
+    strategy = type(trainer.strategy)
+    if strategy not in _STRATEGIES:
+        raise OptionError(
+            f"a Trainer with the strategy {strategy.__name__} cannot be made resumable",
+            hint='supported are one device and strategy="ddp"',
+        )
     unsupported = {
-        "several ranks or devices": trainer.world_size > 1,
         "reload_dataloaders_every_n_epochs": bool(trainer.reload_dataloaders_every_n_epochs),
         "overfit_batches": bool(trainer.overfit_batches),
     }
@@ -164,24 +166,25 @@ def _resumable_loaders(trainer: Trainer, seed: int) -> list[Any]:
     """Put resumable loaders in the place of the Trainer's training loaders; return them."""
     source = trainer.fit_loop._data_source
     given = source.dataloader()
-    if isinstance(given, CombinedLoader):
-        given.flattened = [_resumable(one, seed) for one in given.flattened]
-        combined = given
-    else:
-        combined = CombinedLoader(given, "max_size_cycle")
-        combined.flattened = [_resumable(one, seed) for one in combined.flattened]
+    # Without the Trainer's own sampler each rank reads all that the loader's sampler gives.
+    divides = trainer._accelerator_connector.use_distributed_sampler
+    combined = (
+        given if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
+    )
+    combined.flattened = [_resumable(one, seed, divides=divides) for one in combined.flattened]
     trainer.fit_loop._data_source = _DataLoaderSource(combined, "train_dataloader")
     return list(combined.flattened)
 
 
-def _resumable(loader: Any, seed: int) -> Any:
+def _resumable(loader: Any, seed: int, *, divides: bool) -> Any:
     if not hasattr(loader, "state_dict"):
         if not isinstance(loader, DataLoader):
             raise OptionError(
                 f"the position of a {type(loader).__name__} cannot be restored",
                 hint="use a DataLoader, or a loader with state_dict() and load_state_dict()",
             )
-        loader = ResumableLoader(loader, seed=seed)
+        rank, world = (None, None) if divides else (0, 1)
+        loader = ResumableLoader(loader, seed=seed, rank=rank, world=world)
     try:
         len(loader)
     except TypeError as error:
@@ -193,9 +196,10 @@ def _resumable(loader: Any, seed: int) -> Any:
     return loader
 
 
-def _parts(trainer: Trainer, module: LightningModule, loaders: list[Any]) -> dict[str, Any]:
+def _parts(trainer: Trainer, loaders: list[Any]) -> dict[str, Any]:
     schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
-    parts = {"model": module, "loops": _Loops(trainer)}
+    # With DDP around it: then its ranks share the work of saving it.
+    parts = {"model": trainer.strategy.model, "loops": _Loops(trainer)}
     for name, several in (
         ("optimizer", trainer.optimizers),
         ("scheduler", schedulers),
@@ -265,15 +269,19 @@ class _Run:
             self._ckpt.save()
         self.close()
 
-    def close(self) -> None:
-        """Close the run, and leave the loops as they were."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the run, and leave the loops as they were.
+
+        Args:
+            error: error that ends the training.
+        """
         if not self._is_open:
             return
         self._is_open = False
         fit_loop = self._trainer.fit_loop
         del fit_loop.epoch_loop.advance, fit_loop.epoch_loop.on_advance_end
         del fit_loop.on_advance_end
-        self._ckpt.close()
+        self._ckpt.__exit__(None if error is None else type(error), error, None)
 
 
 class _Loops:
