@@ -140,13 +140,13 @@ class TorchGroup:
 
 
 def store_survives_restarts() -> bool:
-    """Return True if ranks that torchrun restarts will find the addresses of the killed ranks.
+    """Return True if ranks that torchrun restarts can find the addresses of the killed ranks.
 
     With ``TORCHELASTIC_USE_AGENT_STORE`` the ranks meet in a store of torchrun's agent. The agent
     serves the same store after a restart, and the ranks use the same keys in it (in torch 2.6, 2.13
     and 2.14; before 2.6 keys began with the number of the restart). So gloo connects to killed
-    ranks, and NCCL to the former rank 0. Ranks that meet elsewhere (an ``init_method`` or a store
-    of the program) are not affected.
+    ranks, and NCCL to the former rank 0, unless the new address is written before it is read. Ranks
+    that meet elsewhere (an ``init_method`` or a store of the program) are not affected.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return False

@@ -124,11 +124,11 @@ def join_job(seams: Seams, timeout_s: float) -> Job | None:
 
 @functools.cache
 def _warn_of_kept_store() -> None:
-    """Log, once in a process, that a restart by torchrun will fail."""
+    """Log, once in a process, that a restart by torchrun is likely to fail."""
     _log.warning(
-        "everstep: --max-restarts will not bring this job back: torchrun (torch %s) keeps the "
-        "store in which ranks meet, and restarted ranks find the addresses of the killed ones in "
-        "it (connectFullMesh ... Connection refused)\n  hint: set "
+        "everstep: --max-restarts may not bring this job back: torchrun (torch %s) keeps the store "
+        "in which ranks meet, and restarted ranks find the addresses of the killed ones in it "
+        "(connectFullMesh ... Connection refused)\n  hint: set "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, and call it with "
         "--standalone or --rdzv-backend=c10d",
         torch.__version__,
