@@ -58,6 +58,8 @@ def _digest(part: Any) -> str:
 
 
 def _feed(digest: Any, value: Any) -> None:
+    if hasattr(value, "to_local"):  # a DTensor
+        value = value.to_local()
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())

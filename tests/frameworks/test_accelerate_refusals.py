@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
 from everstep.errors import OptionError
@@ -52,6 +53,21 @@ def test_dispatched_loaders(tmp_path: Path) -> None:
 def test_nothing_prepared(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="has prepared no optimizer or no loader"):
         resumable(Accelerator(cpu=True), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(DistributedType.FSDP, "FSDP 1"), (DistributedType.DEEPSPEED, "the type DEEPSPEED")],
+)
+def test_kinds_of_several_ranks(
+    kind: DistributedType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, *_ = prepared()
+    monkeypatch.setattr(accelerator.state, "distributed_type", kind)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    monkeypatch.setattr(accelerator.state, "fsdp_plugin", plugin, raising=False)
+    with pytest.raises(OptionError, match=f"an Accelerator (with|of) {name} cannot be made"):
+        resumable(accelerator, tmp_path / "run")
 
 
 def test_parts_of_the_accelerator(tmp_path: Path) -> None:

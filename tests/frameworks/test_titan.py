@@ -26,5 +26,6 @@ def test_two_ranks_are_killed(mode: str, tmp_path: Path) -> None:
     assert killed.steps == whole.steps
     assert killed.final == whole.final
     folder = tmp_path / "killed" / "run" / "checkpoint"
-    assert sorted(one.name for one in folder.iterdir()) == ["step-10", "step-11"]
+    # It keeps two, and the last.
+    assert {one.name for one in folder.iterdir()} == {"step-8", "step-10", "step-11"}
     assert everstep.load(folder / "step-11").step == 11

@@ -20,6 +20,7 @@ METHODS = ("lazy", "logged")
         ("accelerated", {"WORKERS": "2"}, (12, 13)),
         ("accelerate_resumable", {}, (7, 22)),
         ("accelerate_resumable", {"WORKERS": "2"}, (11, 24)),
+        ("fabric_loop", {"WORKERS": "2"}, (7.5, 22)),
         ("lightning_fit", {}, (7, 38)),
         ("lightning_callback", {"WORKERS": "2"}, (7, 20)),
         ("lightning_callback", {"ACCUMULATE": "2", "MAX_STEPS": "25"}, (5, 20)),
@@ -32,7 +33,7 @@ METHODS = ("lazy", "logged")
     ],
 )
 def test_killed_training_ends_in_the_same_bits(
-    program: str, env: dict[str, str], kill_at: tuple[int, ...], method: str, tmp_path: Path
+    program: str, env: dict[str, str], kill_at: tuple[float, ...], method: str, tmp_path: Path
 ) -> None:
     env = {**env, "METHOD": method}
     whole = train(program, tmp_path / "whole", env=env)
@@ -40,7 +41,7 @@ def test_killed_training_ends_in_the_same_bits(
     assert [r["exact"] for r in killed.recoveries] == [True] * (1 + len(kill_at))
     assert killed.recoveries[-1]["step"] > 0
     if method == "logged":  # the keeper has the log: no step is lost
-        assert [r["step"] for r in killed.recoveries] == [0, *kill_at]
+        assert [r["step"] for r in killed.recoveries] == [0, *map(int, kill_at)]
     assert killed.steps == whole.steps
     assert killed.final == whole.final
 
@@ -50,6 +51,9 @@ def test_killed_training_ends_in_the_same_bits(
     [
         ("accelerate_resumable", "lazy", {}, [7, (11.5, "0,1")]),
         ("accelerate_resumable", "logged", {}, [4, (11.5, "1")]),
+        ("accelerate_resumable", "lazy", {"FSDP": "2"}, [(9, "0,1")]),
+        ("accelerate_resumable", "logged", {"FSDP": "2"}, [(6.5, "1"), 15]),
+        ("fabric_loop", "logged", {}, [4, (7.5, "1"), (15, "0,1")]),
         ("lightning_callback", "lazy", {"ACCUMULATE": "2", "MAX_STEPS": "13"}, [(7, "0,1"), 10]),
         ("lightning_callback", "logged", {"WORKERS": "2"}, [4, (9.5, "1"), (20, "0,1")]),
         ("trainer_resumable", "lazy", {"DATA": "stream", "MAX_STEPS": "15"}, [(8, "1"), 12]),

@@ -23,7 +23,7 @@ from everstep.cli.common.output import (
     say,
 )
 from everstep.cli.common.runs import RUN_ARGUMENT, absolute
-from everstep.cli.restore import new_folder, write_run
+from everstep.cli.restore import new_folder
 from everstep.errors import OptionError
 from everstep.seams import PosixFileSystem
 
@@ -113,6 +113,7 @@ def import_(
     and is left out; resume(initial=SRC) loads that, too.
     """
     from everstep.convert.importing import import_state
+    from everstep.convert.run_folder import write_run
     from everstep.convert.sources import open_source
     from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 

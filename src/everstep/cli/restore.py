@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
-import uuid
 from collections.abc import Iterator
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,12 +23,9 @@ from everstep.cli.common.runs import (
 )
 from everstep.commit import describe_abandoned
 from everstep.commit.lineage import BaseId
-from everstep.errors import OptionError, StorageError
-from everstep.format.header import BasePlan, ShardIdentity, plan_files
-from everstep.format.names import SLOTS_DIR, timeline_dir
-from everstep.seams import PosixFileSystem, Seams
+from everstep.errors import OptionError
+from everstep.seams import PosixFileSystem
 from everstep.seams.filesystem import FileSystem
-from everstep.seams.progress import progress
 
 if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
@@ -63,6 +58,8 @@ def restore(
     Per-rank state (random generators, batch statistics) is taken from rank 0; this is reported, and
     the state is not exact then. The run folder must have the files of all ranks.
     """
+    from everstep.convert.run_folder import write_run
+
     filesystem = filesystem_of(run)
     start_s = time.monotonic()
     inventory = open_run(filesystem, run)
@@ -95,6 +92,11 @@ def restore(
     if json_output:
         emit(found)
         return
+    _show(rebuilt, found)
+
+
+def _show(rebuilt: Rebuilt, found: dict[str, Any]) -> None:
+    at = BaseId(rebuilt.timeline, rebuilt.step)
     show = console()
     for one in rebuilt.skipped:
         say(show, f"passed over {BaseId(one.timeline, one.step)}: {one.reason}", "yellow")
@@ -105,13 +107,13 @@ def restore(
             f"{in_words(found['size_bytes'])}, " + ("exact" if rebuilt.exact else "not exact")
         )
     )
-    if abandoned:
-        say(show, abandoned, "yellow")
+    if found["given_up"]:
+        say(show, found["given_up"], "yellow")
     if rebuilt.why and rebuilt.why not in rebuilt.notes:
         show.print(label(f"not exact: {rebuilt.why}", "yellow"), soft_wrap=True)
     for note in rebuilt.notes:
         show.print(label(f"of several ranks: {note}", "yellow"), soft_wrap=True)
-    show.print(label(f"written to {folder}: resume() there goes on from it"), soft_wrap=True)
+    show.print(label(f"written to {found['out']}: resume() there goes on from it"), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -170,69 +172,3 @@ def new_folder(out: str) -> PurePath:
                 hint="choose a folder that is not there yet; nothing is written over",
             )
     return folder
-
-
-def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
-    """Write a run whose only base is ``rebuilt``; return its id.
-
-    It is made beside ``out`` and renamed at the end: resume() would take an incomplete run for one
-    without a base, and start afresh.
-
-    Raises:
-        StorageError: the error of the file system; no files remain.
-    """
-    from everstep.tiers.durable_files import ensure_dirs, storage_errors
-
-    staged = out.with_name(f"{out.name}.partial-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    try:
-        with storage_errors("write the restored run", out, step=rebuilt.step):
-            ensure_dirs(filesystem, staged.parent)
-            run = _write(filesystem, staged, rebuilt, ring)
-            filesystem.rename(staged, out)
-            filesystem.sync_dir(out.parent)
-        return run
-    finally:
-        shutil.rmtree(Path(staged), ignore_errors=True)
-
-
-def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
-    from everstep.capture.lane import LiveBody
-    from everstep.keeper.persist.committer import OneRankCommit
-    from everstep.keeper.persist.shard_writer import ShardWriter
-    from everstep.restore.load.load import check_contents
-    from everstep.run.fence import Fence
-    from everstep.run.folder import open_run_folder, open_timeline
-    from everstep.run.scan import scan_base
-    from everstep.run.verify import verify_base
-    from everstep.tiers.durable_files import SlotStore
-
-    state = rebuilt.state
-    inventory = open_run_folder(filesystem, run)
-    assert inventory.run is not None
-    number = open_timeline(
-        Seams(filesystem=filesystem), run, inventory, parent=None, exact=rebuilt.exact
-    )
-    identity = ShardIdentity(inventory.run, number, state.step, state.lsn, 0, 1, rebuilt.exact)
-    sizes = {name: len(data) for name, data in state.objects.items()}
-    shards = plan_files(identity, list(state.entries.values()), state.aliases, sizes)
-    plan = BasePlan(identity, shards)
-    slots = SlotStore(filesystem, timeline_dir(run, number) / SLOTS_DIR)
-    bodies = [
-        LiveBody(shard.layout, state.tensors, state.objects if shard is shards[-1] else {})
-        for shard in shards
-    ]
-    with progress("write", plan.size_bytes) as bar:
-        writer = ShardWriter(filesystem, run, ring, slots, timeout_s=_TIMEOUT_S)
-        OneRankCommit(writer, plan, Fence(filesystem, run, number)).run(bodies, bar)
-    base = scan_base(filesystem, run, BaseId(number, state.step))
-    with progress("verify", plan.size_bytes) as bar:
-        verdict = verify_base(
-            filesystem, base, ring, timeout_s=_TIMEOUT_S, progress=bar, contents=check_contents
-        )
-    if verdict.damages:
-        raise StorageError(
-            f"what was written reads back damaged: {verdict.damages[0].problem}",
-            path=run,
-            hint="the disk or memory of this machine may be failing",
-        )
-    return inventory.run

@@ -10,6 +10,7 @@ Runs in commands, and ``initial`` in the training process. Read in this order:
 ``sources``        read states that other programs have written
 ``initial``        begin a run with one of them
 ``importing``      make a run of one of them
+``run_folder``     write a run of one base, which is there completely or not at all
 """
 
 from everstep.convert.export import FORMATS, Exported, ExportOptions, export_state

@@ -10,13 +10,13 @@ import torch
 
 from everstep.commit import BaseId
 from everstep.convert.sources import Source
-from everstep.errors import OptionError
+from everstep.errors import OptionError, UnsupportedStateError
 from everstep.format import Marker
 from everstep.restore.offline.memory import OfflineState
 from everstep.restore.offline.rebuild import Rebuilt
 from everstep.state.layout import OBJECT_PREFIX
-from everstep.state.values.objects import encode
-from everstep.state.values.tensors import tensor_entry
+from everstep.state.values.objects import encode, unsupported_leaves
+from everstep.state.values.tensors import tensor_entry, why_not_storable
 from everstep.state.values.tree import split
 
 _WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
@@ -58,22 +58,38 @@ def import_state(source: Source, *, part: str, step: int) -> Imported:
     if not parts or any(isinstance(one, torch.Tensor) for one in parts.values()):
         parts = {part: value}
     left_out = {name: _NO_NAMES for name, one in parts.items() if _is_optimizer(one)}
-    tensors: dict[str, torch.Tensor] = {}
-    objects: dict[str, bytes] = {}
-    for name, one in parts.items():
-        if name not in left_out:
-            tree = split(_without_prefix(one), name, tensors)
-            objects[OBJECT_PREFIX + name] = bytes(encode(tree, name))
-    if not tensors:
+    kept = {name: _without_prefix(one) for name, one in parts.items() if name not in left_out}
+    rebuilt = state_of(kept, step)
+    if not rebuilt.state.entries:
         raise OptionError(f"the {source.name} has no tensors", path=source.path)
+    return Imported(rebuilt, tuple(kept), tuple(left_out.items()))
+
+
+def state_of(parts: Mapping[str, Any], step: int) -> Rebuilt:
+    """Return the state of a step that consists of nested values, with its tensors in host memory.
+
+    Raises:
+        UnsupportedStateError: a value cannot be stored; lists all of them.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    trees = {name: split(one, name, tensors) for name, one in parts.items()}
+    leaves = [leaf for name, tree in trees.items() for leaf in unsupported_leaves(tree, name)]
+    leaves += [(name, why) for name, one in tensors.items() if (why := why_not_storable(one))]
+    if leaves:
+        listed = "\n".join(f"  {name}: {why}" for name, why in leaves)
+        raise UnsupportedStateError(
+            f"{len(leaves)} value(s) cannot be stored:\n{listed}", leaves=tuple(leaves)
+        )
+    objects = {
+        OBJECT_PREFIX + name: bytes(encode(tree, name, checked=True))
+        for name, tree in trees.items()
+    }
     aliases = _aliases(tensors)
-    own = {name: one.contiguous() for name, one in tensors.items() if name not in aliases}
+    own = {name: one.cpu().contiguous() for name, one in tensors.items() if name not in aliases}
     entries = {name: tensor_entry(name, one) for name, one in own.items()}
     marker = Marker(run="", timeline=0, step=step, lsn=0, rank=0, world=1, exact=True, files=())
     state = OfflineState(marker, entries, own, aliases, objects, shape="")
-    rebuilt = Rebuilt(state, BaseId(0, step), 0, 0, exact=True, why="")
-    kept = tuple(name for name in parts if name not in left_out)
-    return Imported(rebuilt, kept, tuple(left_out.items()))
+    return Rebuilt(state, BaseId(0, step), 0, 0, exact=True, why="")
 
 
 def _is_optimizer(value: Any) -> bool:

@@ -2,8 +2,11 @@
 
 ``accelerate``      loops over objects that an Accelerator has prepared
 ``dcp``             state dicts that torch.distributed.checkpoint saves
-``lightning``       Lightning's Trainer
+``lightning``       Lightning's Trainer, its checkpoints, and loops over objects of Fabric
 ``transformers``    Hugging Face's Trainer
+``loops``           training loops over loaders that a framework has set up
+``parts``           parts of a state: those of a framework, and those that the user adds
 
-Each module imports the library that it is named after, so it is imported by its own name only.
+Each of the first four imports the library that it is named after, so it is imported by its own
+name only.
 """

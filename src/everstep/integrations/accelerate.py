@@ -44,6 +44,9 @@ _SUPPORTED = (
     DistributedType.MULTI_GPU,
     DistributedType.FSDP,
 )
+_UNTESTED = ("tp", "cp", "sp")
+"""Kinds of parallelism of a ``parallelism_config`` that were not tested."""
+
 _USED = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler")
 """Attributes of an Accelerator that this module uses; some are private to accelerate."""
 
@@ -99,6 +102,16 @@ def _refuse(accelerator: Accelerator) -> None:
     if accelerator.distributed_type not in _SUPPORTED:
         raise OptionError(
             f"an Accelerator of the type {accelerator.distributed_type} cannot be made resumable"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise OptionError(
+            "an Accelerator with FSDP 1 cannot be made resumable",
+            hint="FullyShardedDataParallelPlugin(fsdp_version=2)",
+        )
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if divides := [one for one in _UNTESTED if getattr(parallel, f"{one}_enabled", False)]:
+        raise OptionError(
+            f"an Accelerator whose parallelism_config enables {divides[0]} cannot be made resumable"
         )
     if not accelerator._optimizers or not accelerator._dataloaders:
         raise OptionError(

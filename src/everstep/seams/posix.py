@@ -35,6 +35,21 @@ def allocate(fd: int, size_bytes: int) -> int:
     return 0
 
 
+def exchange(one: PurePath, other: PurePath) -> int:
+    """Exchange two names atomically (Linux's ``renameat2``).
+
+    Returns:
+        0, or the errno: usually EINVAL, if the file system lacks the call.
+    """
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    if libc is None or not hasattr(libc, "renameat2"):
+        return errno.ENOSYS
+    names = [os.fsencode(one), os.fsencode(other)]
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system; the command line refuses it first
@@ -44,6 +59,8 @@ except ImportError:  # not a POSIX system; the command line refuses it first
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _O_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _F_SETSIG = 10  # Linux; Python's fcntl does not name it
 _SYNC_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 

@@ -1,4 +1,4 @@
-"""Accelerate with the two lines of everstep: accumulated gradients, evaluation, dropout."""
+"""Accelerate with the lines of everstep: accumulated gradients, evaluation, dropout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, set_seed
 from torch.utils.data import DataLoader
 
 from everstep.integrations.accelerate import resumable
@@ -14,12 +14,19 @@ from tests.frameworks import record
 from tests.frameworks.samples import Noisy, classifier
 
 set_seed(0)
+shards = os.environ.get("FSDP") == "2"
 accelerator = Accelerator(
     cpu=True,
-    mixed_precision="bf16",
+    mixed_precision="no" if shards else "bf16",
     gradient_accumulation_steps=2,
     dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
 )
+if shards:
+    # Emulated: Accelerate ignores a plugin of FSDP on the CPU. All of the rest is its own.
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
+    )
 model = classifier()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)

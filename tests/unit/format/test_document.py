@@ -69,6 +69,7 @@ def test_files() -> None:
     base = names.base_dir(run, 2, 1200)
     expected = {
         run / names.RUN_RECORD,
+        run / ".metadata",  # only of checkpoints that torch.distributed.checkpoint has saved
         names.timeline_dir(run, 2) / names.TIMELINE_RECORD,
         base / names.shard_name(0),
         base / names.shard_name(0, 1),

@@ -65,9 +65,10 @@ def ddp_replicas(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[s
 
 
 def find_ddp(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """Return the DDP wrapper, which may itself be compiled; None if there is none."""
+    """Return the DDP wrapper, which may be compiled, or in Lightning Fabric's; None if there is
+    none."""
     while not isinstance(module, nn.parallel.DistributedDataParallel):
-        inner = getattr(module, "_orig_mod", None)
+        inner = getattr(module, "_forward_module", getattr(module, "_orig_mod", None))
         if not isinstance(inner, nn.Module):
             return None
         module = inner
