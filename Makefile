@@ -81,7 +81,7 @@ format: setup ## rewrite the sources as ruff wants them
 
 clean: ## remove caches and build outputs; the environment stays
 	rm -rf build dist bench/build bench/dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src bench scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too
 	@for venv in "$(VENV)" .venv-docs .venv-frameworks; do \
