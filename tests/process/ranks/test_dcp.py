@@ -27,6 +27,8 @@ def slow(*values: object) -> object:
         slow("ddp", 2, "ddp", 2),
         slow("ddp", 2, "fsdp", 3),
         slow("fsdp", 3, "fsdp", 2),
+        slow("tp", 4, "fsdp", 3),
+        slow("plain", 1, "tp", 4),
     ],
 )
 def test_another_layout_has_the_same_bits(

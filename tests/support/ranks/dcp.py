@@ -18,6 +18,11 @@ from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from everstep.integrations import dcp
 from tests.support.trainers import Trainer, finish_trainer, start_trainer
@@ -99,12 +104,17 @@ def main() -> None:
 
 def _trained(layout: str, world: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    # Rows that no number of ranks divides: shards of several sizes, one of which may be empty.
-    model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
+    # Shards of several sizes; of the last layer one rank has the only row.
+    model: nn.Module = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 1))
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
+    elif layout == "tp":  # and FSDP over it
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
     elif layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -181,7 +181,6 @@ class Share:
 
         Raises:
             StorageError: this rank does not see what the coordinating rank has begun.
-            FencedError: another process saves to the folder meanwhile.
             DamageError, FormatError: the record of the timeline cannot be read.
         """
         path = timeline_dir(folder, ticket.timeline) / TIMELINE_RECORD
@@ -195,7 +194,6 @@ class Share:
                 path=folder,
                 hint="all ranks must see the same folder",
             )
-        Fence(seams.filesystem, folder, ticket.timeline).check()
         identity = ShardIdentity(
             run=record.run,
             timeline=ticket.timeline,

@@ -135,7 +135,6 @@ class EverstepStorageWriter(StorageWriter):
             UnsupportedStateError: a value cannot be stored.
             StateError: the planner gives another tensor than it has planned.
             OptionError: torch caches plans.
-            FencedError: another process saves to the same folder.
             StorageError: the file system failed; no files of this rank stay.
         """
         _refuse_cached(getattr(planner, "_enable_plan_caching", False))
