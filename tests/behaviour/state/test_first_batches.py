@@ -17,6 +17,9 @@ from everstep import Checkpointer, Recovery
 from everstep.data import ResumableLoader
 from tests.support.stateful_loader import BATCH, COUNT, EPOCH, Noisy, StatefulLoader
 
+# Other tests drop Checkpointers without close(). Those would watch the loaders of these tests.
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 MOVED = "batches were skipped, and the loader, its sampler or its samples have drawn from them"
 
 
@@ -158,6 +161,23 @@ def test_generators_that_are_seeded_after_resume(
     assert not caplog.text, "a fresh run may"
     train(run_folder, 4, Fixed(), before=lambda model: torch.manual_seed(2))
     assert "were drawn from, or seeded, between resume() and the first batch" in caplog.text
+
+
+def test_each_of_two_that_resumed_watches_the_same_loader(
+    run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first is dropped without close(), as in a notebook whose cell is run again."""
+    other = tmp_path / "other"
+    train(other, 3, Fixed(), own=False, counts=False)
+    train(run_folder, 3, Fixed(), own=False)
+    model = nn.Linear(2, 1)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-4)}
+    dropped = Checkpointer(other, state, every=1, method="sync")
+    dropped.resume()
+    train(run_folder, 4, Fixed(), own=False)
+    assert caplog.text.count(MOVED) == 2
+    dropped.close()
+    assert unobserved()
 
 
 def test_an_epoch_that_begins_anew_in_its_middle(

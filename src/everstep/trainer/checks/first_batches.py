@@ -87,31 +87,25 @@ class FirstBatches(Participant):
         _observers.discard(self)
         _observe()
         for fetches in self._made:
-            if (iterator := fetches.iterator()) is not None:
-                # The attribute of the instance hides the method of its class. Without it the method
-                # runs again.
-                vars(iterator).pop("_next_data", None)
-                if fetches.gave:
-                    self._check_position(iterator, fetches.loader())
+            fetches.remove(self)
+            iterator = fetches.iterator()
+            if fetches.gave and iterator is not None:
+                self._check_position(iterator, fetches.loader())
 
-    def made(self, iterator: Any, loader: Any, before: RngStates) -> None:
-        """Examine an iterator that was made.
-
-        Args:
-            before: random generators before that.
-        """
+    def made(self, fetches: _Fetches, loader: Any) -> None:
+        """Examine an iterator that was made, and its batches."""
         if is_followed(loader) or restores_data(loader) or not self._gradients or self._trains():
             return
         within = self._is_within(loader)
         if within:
-            if not before.same(RngStates.now()):
+            if not fetches.before.same(RngStates.now()):
                 self._state.lose(
                     "a DataLoader of a sampler, dataset or stream of the state has drawn from the "
                     "process's random generators when it was iterated after resume(), which it "
                     "does not do in the middle of an epoch of an uninterrupted run",
                     hint=f"give the DataLoader generator=torch.Generator(); {_INSTEAD}",
                 )
-        elif self._first and not self._state.data and not before.same(self.generators):
+        elif self._first and not self._state.data and not fetches.before.same(self.generators):
             self._state.say(
                 "random generators were drawn from, or seeded, between resume() and the first "
                 "batch: training continues with other random numbers than an uninterrupted run, "
@@ -119,10 +113,9 @@ class FirstBatches(Participant):
                 hint=f"do so before resume(); {_INSTEAD}",
             )
         self._first = False
-        fetches = _Fetches(iterator, loader, self, before, ahead=bool(fetches_ahead(loader)))
-        # With a loader in the state, other loaders fetch batches for one step, and skip none.
-        fetches.skips = within or not self._state.data
         self._made.append(fetches)
+        # With a loader in the state, other loaders fetch batches for one step, and skip none.
+        fetches.add(self, skips=within or not self._state.data)
 
     def _is_within(self, loader: Any) -> bool:
         """Return True if a restored object of the state belongs to the loader or holds it."""
@@ -227,41 +220,52 @@ class _Fetches:
     """Replacement of an iterator's method that fetches the next batch.
 
     Args:
-        ahead: True if one batch is fetched before it is needed.
+        before: random generators before the iterator was made.
 
     Attributes:
         iterator: weak reference to the iterator.
         loader: weak reference to its loader.
         gave: True if a batch was fetched, and not for an evaluation.
-        skips: True if the program may skip batches.
     """
 
-    def __init__(
-        self, iterator: Any, loader: Any, to: FirstBatches, before: RngStates, *, ahead: bool
-    ) -> None:
+    def __init__(self, iterator: Any, loader: Any, before: RngStates) -> None:
         # Weak: the iterator holds this object, and a cycle would delay its end, which stops its
         # worker processes.
         self.iterator = weakref.ref(iterator)
         self.loader = weakref.ref(loader)
+        self.before = before
         self.gave = False
-        self.skips = True
-        self._to = to
-        self._before = before
         self._made = RngStates.now()
         # -1: the batch that is fetched ahead is no sign that one was skipped.
-        self._fetched = -ahead
-        iterator._next_data = self
+        self._fetched = -bool(fetches_ahead(loader))
+        self._observers: dict[FirstBatches, bool] = {}
+
+    def add(self, observer: FirstBatches, *, skips: bool) -> None:
+        """Tell an observer of the batches.
+
+        Args:
+            skips: True if the program may skip batches.
+        """
+        self._observers[observer] = skips
+        if (iterator := self.iterator()) is not None:
+            iterator._next_data = self
+
+    def remove(self, observer: FirstBatches) -> None:
+        """Tell an observer no more."""
+        self._observers.pop(observer, None)
+        if not self._observers and (iterator := self.iterator()) is not None:
+            # The attribute of the instance hides the method of its class. Without it the method
+            # runs again.
+            vars(iterator).pop("_next_data", None)
 
     def __call__(self) -> Any:
         iterator = self.iterator()
         assert iterator is not None
         if torch.is_grad_enabled():  # otherwise it is an evaluation
-            if (
-                self._fetched > 0
-                and self.skips
-                and not self._to.batch_skipped(self._before, self._made)
-            ):
-                vars(iterator).pop("_next_data", None)
+            if self._fetched > 0:
+                for observer, skips in list(self._observers.items()):
+                    if skips and not observer.batch_skipped(self.before, self._made):
+                        self.remove(observer)
             self._fetched += 1
             self.gave = True
         return type(iterator)._next_data(iterator)
@@ -276,8 +280,9 @@ def _init(iterator: Any, loader: Any) -> None:
     # Before the constructor, which draws a seed for the workers.
     before = RngStates.now()
     _original(iterator, loader)
+    fetches = _Fetches(iterator, loader, before)
     for observer in list(_observers):
-        observer.made(iterator, loader, before)
+        observer.made(fetches, loader)
     if not _observers:  # the Checkpointer was dropped without close()
         _observe()
 
