@@ -103,6 +103,8 @@ def _start(
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
         "RUN": str(folder / "run"),
         "OUT": str(folder / "out"),
         "KILL_AT": "",

@@ -181,7 +181,7 @@ def test_paths_and_options_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         IO.load_checkpoint(tmp_path / "none.ckpt")
     torch.save({"n": 1}, tmp_path / "own.ckpt")
-    with pytest.raises(OptionError, match="was not written by EverstepCheckpointIO"):
+    with pytest.raises(OptionError, match="was not written by everstep"):
         IO.load_checkpoint(tmp_path / "own.ckpt")
     with pytest.raises(OptionError, match="is a file"):
         IO.save_checkpoint({"n": 2}, tmp_path / "own.ckpt")

@@ -15,7 +15,7 @@ MARGIN_S = 0.25
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["lightning"])
+@pytest.mark.parametrize("framework", ["trainer", "lightning"])
 def test_a_late_resume_is_not_slower(framework: str, tmp_path: Path) -> None:
     seconds = dict[int, float]()
     for batch in (EARLY, LATE):

@@ -84,7 +84,7 @@ def public_names() -> set[str]:
     return (names | {"everstep.compress.Compressor"}) - {"everstep.__version__", "everstep.errors"}
 
 
-SHARED = ("loops", "parts")
+SHARED = ("checkpoint_files", "loops", "parts")
 """Modules that integrations share; users import nothing from them."""
 
 

@@ -67,6 +67,34 @@ class FollowedLoader:
         run.is_over(self)
 
 
+class IteratedLoader(FollowedLoader):
+    """A loader whose batches the loop takes from this object."""
+
+    def __init__(self, source: ResumableLoader) -> None:
+        super().__init__(source)
+        self._run: Run | None = None
+
+    def follow(self, run: Run) -> None:
+        """Tell a run where steps end."""
+        self._run = run
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        run = self._run
+        assert run is not None
+        if run.is_due(self):
+            self.leave_epoch(run)
+        run.begins()
+        for batch in self._source:
+            run.gives(self)
+            yield batch
+            # The loop asks for the next batch. After the last one this is still in its epoch, so
+            # that a resume runs the code after the inner loop.
+            run.is_over(self)
+
+
 class Run:
     """Run of a training loop.
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from everstep.checkpointer import Checkpointer
 from everstep.data import ResumableLoader
@@ -273,7 +273,10 @@ class _Run:
         # A generator of its own: each iterator draws a base seed, by default from the generator of
         # the program.
         self._loader = DataLoader(
-            self._batches, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator()
+            self._batches,
+            batch_sampler=self._batches,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),
         )
         return self._loader
 
@@ -448,13 +451,16 @@ class _Progress:
         return [one for one in found if isinstance(one, ExportableState)]
 
 
-class _Batches(IterableDataset[Any]):
-    """Batches of a loader, on the training's device.
+class _Batches(Dataset[Any]):
+    """Batches of a loader, on the training's device: the batch sampler of a ``DataLoader``, whose
+    "indices" are whole batches, and the dataset that gives what it is asked for.
+
+    So the Trainer passes over the batches that a resumed epoch has had as ``skip_first_batches``
+    does for each map-style dataset: over items of the batch sampler, which cost nothing here.
 
     Attributes:
-        loader: loader that makes them.
-        passed_over: number of batches that the next iteration begins with an empty place for: the
-            Trainer passes over the batches that a resumed epoch has had.
+        loader: loader that makes the batches.
+        passed_over: number of empty items that the next iteration begins with.
     """
 
     def __init__(self, loader: ResumableLoader, device: torch.device) -> None:
@@ -468,9 +474,10 @@ class _Batches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         passed_over = self.passed_over
         self.passed_over = 0
-        yield from itertools.repeat(None, passed_over)
-        for batch in self.loader:
-            yield send_to_device(batch, self._device)
+        return itertools.chain(itertools.repeat(None, passed_over), self.loader)
+
+    def __getitems__(self, batch: Any) -> Any:
+        return send_to_device(batch, self._device)
 
 
 def _plain(prepared: DataLoader[Any]) -> DataLoader[Any]:

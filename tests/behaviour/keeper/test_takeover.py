@@ -312,6 +312,8 @@ def test_one_that_takes_it_back_hears_no_more_of_the_time_before(served: Bench) 
         wanted = stepped(first, world)
     first.save().durable.result(TIMEOUT_S)
     first.close()
+    with pytest.raises(FencedError):
+        second.close()
     recovery, found = restored(served.run)
     assert (recovery.step, recovery.timeline, found) == (3, 4, wanted)
 

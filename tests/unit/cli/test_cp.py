@@ -227,4 +227,6 @@ def test_pins_and_metrics_are_copied(tmp_path: Path) -> None:
     base = document("ls", tmp_path / "out")["bases"][-1]
     assert (base["pinned"], base["metrics"], base["note"]) == (True, {"loss": 0.5}, "good")
     shutil.rmtree(run)
-    assert Training(tmp_path / "out").step == 4
+    again = Training(tmp_path / "out")
+    assert again.step == 4
+    again.ckpt.close()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
+@pytest.mark.parametrize("library", ["accelerate", "deepspeed", "lightning", "transformers"])
 def test_the_extra_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"everstep.integrations.{library}", raising=False)

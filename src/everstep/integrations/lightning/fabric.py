@@ -16,7 +16,7 @@ wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from everstep.checkpointer import Checkpointer
 from everstep.data import ResumableLoader
 from everstep.errors import OptionError
-from everstep.integrations.loops import FollowedLoader, Run
+from everstep.integrations.loops import IteratedLoader, Run
 from everstep.integrations.parts import with_added
 from everstep.state.providers import unwrap_optimizer
 
@@ -86,7 +86,7 @@ def resumable(
     return Run(Checkpointer(path, parts, **options), optimizers, followed)
 
 
-class _Loader(FollowedLoader):
+class _Loader(IteratedLoader):
     """Resumable loader in the place of the ``DataLoader`` inside of one that Fabric has set up."""
 
     def __init__(self, prepared: Any, seed: int) -> None:
@@ -102,25 +102,4 @@ class _Loader(FollowedLoader):
                 hint="set up a plain DataLoader",
             )
         super().__init__(ResumableLoader(base, seed=seed))
-        self._run: Run | None = None
         prepared._dataloader = self
-
-    def follow(self, run: Run) -> None:
-        """Tell a run where steps end."""
-        self._run = run
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __iter__(self) -> Iterator[Any]:
-        run = self._run
-        assert run is not None
-        if run.is_due(self):
-            self.leave_epoch(run)
-        run.begins()
-        for batch in self._source:
-            run.gives(self)
-            yield batch
-            # The loop asks for the next batch. After the last one this is still in its epoch, so
-            # that a resume runs the code after the inner loop.
-            run.is_over(self)
