@@ -22,7 +22,6 @@ from everstep.config.options import (
     LogOptions,
     Preemption,
     is_disabled,
-    validate_options,
 )
 from everstep.errors import EverstepError, OptionError, StateError
 from everstep.link import Save
@@ -34,7 +33,7 @@ from everstep.seams.progress import log_or_print
 from everstep.state.ownership import DeclaredUpdate, OwnershipRules
 from everstep.state.training_state import State
 from everstep.tiers import PeerOptions, TierOptions
-from everstep.trainer.job import RunPlace, checked_places
+from everstep.trainer.job import RunPlace, checked_places, options_of
 from everstep.trainer.session.calls import (
     CallGuard,
     arguments_of,
@@ -84,10 +83,18 @@ class Checkpointer:
         state: objects to save, by name: modules, optimizers, any object with ``state_dict`` and
             ``load_state_dict``, or plain data. Plain data is read from this mapping at each save
             and written back to it at a resume. RNG states are always saved, too.
-        method: name of a preset (:data:`everstep.presets`) or a :class:`Method`.
+        method: name of a preset (:data:`everstep.presets`) or a :class:`Method`. None: ``"lazy"``,
+            or with ``lose_at_most`` ``"logged"``.
         every: interval between the bases that :meth:`step` takes: a number of steps, a time such as
             ``"10min"``, ``"auto"`` (the interval that wastes the least training time according to
             measurements), or None to take bases only in :meth:`save`.
+        lose_at_most: most training that a failure may cost: ``"1 step"`` (the one in flight),
+            ``"10 steps"``, or training time such as ``"30s"``. The log and its place, or with a
+            method without a log the interval between bases, are chosen accordingly, and
+            :meth:`step` waits where the promise needs it. What is promised is printed.
+        even_if: the failure: ``"process"`` (processes of training die; the default), ``"power"``
+            (all machines lose their memory), ``"node"`` (a machine is lost with its disks), or
+            ``"rack"`` (several machines).
         keep: number of newest bases to keep; or policies (:class:`~everstep.options.KeepNewest`,
             :class:`~everstep.options.KeepEvery`, :class:`~everstep.options.KeepBest`), one or
             several. Pinned bases (``everstep pin``) are always kept.
@@ -128,8 +135,10 @@ class Checkpointer:
         path: str | os.PathLike[str],
         state: MutableMapping[str, Any],
         *,
-        method: str | Method = "lazy",
+        method: str | Method | None = None,
         every: int | str | Every | None = 100,
+        lose_at_most: str | None = None,
+        even_if: str | None = None,
         keep: int | KeepPolicy | Sequence[KeepPolicy] = 3,
         budget: Budget | None = None,
         on_failure: FailurePolicy = "raise",
@@ -144,7 +153,11 @@ class Checkpointer:
     ) -> None:
         check_platform()
         self._pid = os.getpid()
-        options = validate_options(
+        run = run_path(path)
+        options, tiers = options_of(
+            run,
+            lose_at_most,
+            even_if,
             method=method,
             every=every,
             keep=keep,
@@ -153,8 +166,8 @@ class Checkpointer:
             progress_timeout_s=progress_timeout_s,
             keeper=keeper,
             log=log,
+            tiers=tiers,
         )
-        run = run_path(path)
         world = Seams.parse(seams)
         wanted = Preemption.parse(preempt)
         self._calls = CallGuard(progress_timeout_s)

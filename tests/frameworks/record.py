@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-import everstep
-
 __all__ = ["final", "kill_if_due", "recovered", "step"]
 
 _OUT = Path(os.environ["OUT"])
@@ -28,7 +26,7 @@ def _write(entry: dict[str, Any]) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def recovered(recovery: everstep.Recovery) -> None:
+def recovered(recovery: Any) -> None:
     """Note the result of ``resume()``."""
     about = {"step": recovery.step, "exact": recovery.exact, "notes": list(recovery.notes)}
     _write({"recovery": about})

@@ -17,17 +17,38 @@ POINTS = 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["logged", "sync"])
 @pytest.mark.parametrize(
-    "program", ["accelerate_resumable", "lightning_callback", "trainer_resumable"]
+    ("program", "method", "ranks", "crash_rank"),
+    [
+        ("accelerate_resumable", "logged", 1, 0),
+        ("accelerate_resumable", "sync", 1, 0),
+        ("accelerate_resumable", "sync", 2, 1),
+        ("dcp_loop", "its own", 1, 0),
+        ("dcp_loop", "its own", 2, 0),
+        ("dcp_loop", "its own", 2, 1),
+        ("deepspeed_loop", "logged", 1, 0),
+        ("deepspeed_loop", "sync", 2, 0),
+        ("fabric_loop", "logged", 1, 0),
+        ("fabric_loop", "sync", 1, 0),
+        ("fabric_loop", "sync", 2, 0),
+        ("lightning_callback", "logged", 1, 0),
+        ("lightning_callback", "sync", 1, 0),
+        ("lightning_callback", "sync", 2, 1),
+        ("trainer_resumable", "logged", 1, 0),
+        ("trainer_resumable", "sync", 1, 0),
+        ("trainer_resumable", "sync", 2, 0),
+    ],
 )
-def test_every_verdict_is_a_pass(program: str, method: str, tmp_path: Path) -> None:
+def test_every_verdict_is_a_pass(
+    program: str, method: str, ranks: int, crash_rank: int, tmp_path: Path
+) -> None:
     """As its documentation says: the command once, then killed before and amid file events."""
     command = [sys.executable, str(PROGRAMS / "chaos.py"), program, "{out}"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "ckpt_chaos", "run", "--work", str(tmp_path / "work")),
             *("--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/final.json"),
+            *("--ranks", str(ranks), "--crash-rank", str(crash_rank)),
             *("--max-points", str(POINTS), "--", *command),
         ],
         cwd=tmp_path,
@@ -35,6 +56,10 @@ def test_every_verdict_is_a_pass(program: str, method: str, tmp_path: Path) -> N
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "HF_HUB_OFFLINE": "1",
+            "DS_ACCELERATOR": "cpu",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "STAGE": "2",
             "METHOD": method,
         },
         capture_output=True,

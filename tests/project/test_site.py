@@ -32,7 +32,7 @@ CONFIG = (ROOT / "mkdocs.yml").read_text()
 API = (DOCS / "API.md").read_text()
 PAPERS = sorted(DOCS.glob("papers/*.md"))
 PAGES = [
-    *(DOCS / name for name in ("QUICKSTART.md", "RECIPES.md")),
+    *(DOCS / name for name in ("PROMISES.md", "QUICKSTART.md", "RECIPES.md")),
     *PAPERS,
 ]
 TIMEOUT_S = 120

@@ -11,7 +11,6 @@ import errno
 import mmap
 import os
 import platform
-import re
 import shutil
 import stat
 import sys
@@ -30,6 +29,7 @@ from everstep.cli.common.output import console, in_words, label, plain
 from everstep.cli.common.runs import absolute, kind_of
 from everstep.errors import OptionError
 from everstep.seams import PosixFileSystem
+from everstep.seams.machine import is_in_memory, is_on_network, mounted_as
 from everstep.version import is_too_old
 
 _PAGE_BYTES = 4096
@@ -38,8 +38,6 @@ _FREE_WARN_BYTES = 5 << 30
 _MEMORY_FAIL_BYTES = 64 << 20
 _MEMORY_WARN_BYTES = 1 << 30
 _SYNC_WARN_S = 0.5
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "gpfs", "beegfs", "glusterfs")
-_VOLATILE = ("tmpfs", "ramfs")
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -238,34 +236,18 @@ def _trial(name: str, trial: Callable[[PurePath], Check], probe: PurePath) -> Ch
 
 def _file_system(place: Path) -> Check:
     name = "file system"
-    kind = _mounted_as(place)
+    kind = mounted_as(place)
     if kind is None:
         return Check(name, "ok", "of unknown kind")
-    if kind in _VOLATILE:
+    if is_in_memory(kind):
         advice = "it is in memory: files are lost when the machine restarts"
         return Check(name, "warn", kind, advice)
-    if kind in _NETWORK or kind.startswith("fuse"):
+    if is_on_network(kind) or kind.startswith("fuse"):
         return Check(name, "warn", kind, "a network file system: slower, and it may hang")
     if kind == "overlay":
         advice = "files of a container's own layer are deleted with it: mount a volume for runs"
         return Check(name, "warn", kind, advice)
     return Check(name, "ok", kind)
-
-
-def _mounted_as(place: Path) -> str | None:
-    """Return the type of the file system of ``place``; None if the system does not tell."""
-    real = PurePath(os.path.realpath(place))
-    best: tuple[int, str] | None = None
-    for line in _text(Path("/proc/self/mountinfo")).splitlines():
-        before, dash, after = line.partition(" - ")
-        fields = before.split()
-        if not dash or len(fields) < 5 or not after.split():
-            continue
-        point = PurePath(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4]))
-        # Of several mounts at one point the last one covers the others.
-        if real.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
-            best = (len(point.parts), after.split()[0])
-    return None if best is None else best[1]
 
 
 def _free_space(place: Path) -> Check:

@@ -13,6 +13,7 @@ import inspect
 import math
 import numbers
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -223,3 +224,16 @@ def _words(hint: Any) -> str:
         return f"a list or a tuple, each {_words(typing.get_args(hint)[0])}"
     name = hint.__name__
     return _WORDS.get(hint) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+"""Units of time, in seconds."""
+
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+
+
+def amount_of(text: object, units: Mapping[str, float]) -> float | None:
+    """Return the amount that a text like ``"2.5h"`` names, in the smallest unit, or None."""
+    match = _AMOUNT.fullmatch(str(text))
+    scale = units.get(match[2]) if match else None
+    return None if match is None or scale is None else float(match[1]) * scale

@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from signal import Signals
 from typing import Literal
 
 from everstep.commit.retention import KeepRules
-from everstep.config.given import checked, did_you_mean, is_int, is_number, one_of, plain
+from everstep.config.given import (
+    UNITS_S,
+    amount_of,
+    checked,
+    did_you_mean,
+    is_int,
+    is_number,
+    one_of,
+    plain,
+)
 from everstep.config.keep import KeepPolicy, parse_keep
 from everstep.config.method import Method, presets
+from everstep.config.promise import Promise
 from everstep.errors import EverstepError, OptionError
 
-_UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNITS_BYTES = {
     **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
     **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)},
 }
-_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 _INTERVALS = 'steps as an int (every=100), time as "30s", "10min", "2h", or "auto"'
 
 
@@ -88,7 +95,7 @@ class Every:
         if isinstance(value, str):
             if value.strip() == "auto":
                 return cls(auto=True)
-            if seconds := _amount(value, _UNITS_S):
+            if seconds := amount_of(value, UNITS_S):
                 return cls(seconds=seconds)
         raise OptionError(f"every={value!r} is not an interval", hint=_INTERVALS)
 
@@ -130,9 +137,9 @@ class History:
         """
         if text in ("last", "all"):
             return cls(age_s=math.inf if text == "all" else 0.0)
-        if age_s := _amount(text, _UNITS_S):
+        if age_s := amount_of(text, UNITS_S):
             return cls(age_s=age_s)
-        if size_bytes := _amount(text, _UNITS_BYTES):
+        if size_bytes := amount_of(text, _UNITS_BYTES):
             return cls(size_bytes=round(size_bytes))
         raise OptionError(
             f"history={text!r} is not a log history",
@@ -142,15 +149,8 @@ class History:
 
 def bytes_hint(value: object) -> str | None:
     """Suggest the number of bytes for a size given as text, if it is one."""
-    size_bytes = _amount(value, _UNITS_BYTES)
+    size_bytes = amount_of(value, _UNITS_BYTES)
     return None if size_bytes is None else f"did you mean {round(size_bytes)}?"
-
-
-def _amount(text: object, units: Mapping[str, float]) -> float | None:
-    """Return the amount that a text like ``"2.5h"`` names, in the smallest unit, or None."""
-    match = _AMOUNT.fullmatch(str(text))
-    scale = units.get(match[2]) if match else None
-    return None if match is None or scale is None else float(match[1]) * scale
 
 
 FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
@@ -397,6 +397,7 @@ class Options:
     progress_timeout_s: float = 120.0
     keeper: KeeperOptions = field(default_factory=KeeperOptions)
     log: LogOptions = field(default_factory=LogOptions)
+    promise: Promise | None = None
 
     @property
     def has_replica(self) -> bool:
@@ -464,6 +465,12 @@ class Options:
             raise OptionError(
                 f"LogOptions.ratio needs log='adaptive', not log={self.method.log!r}",
                 hint="Method(base='lazy', log='adaptive')",
+            )
+        if self.promise is not None and self.promise.holder == "keeper" and not self.keeper.process:
+            raise OptionError(
+                f"it cannot be promised that {self.promise.in_words}: KeeperOptions(process=False) "
+                "is a thread of the training process, which dies with it",
+                hint="omit process=False",
             )
         if self.method.in_memory and (self.every.auto or self.every.seconds is not None):
             raise OptionError(

@@ -165,6 +165,11 @@ class BackgroundChannel:
         return withdrawn
 
     @property
+    def has_errors(self) -> bool:
+        """True if the next :meth:`check` has an error to report."""
+        return bool(self._errors)
+
+    @property
     def _has_news(self) -> bool:
         """True if :meth:`check` may have something to do."""
         # Without the lock, as each training step reads it; a miss is seen at the next call.

@@ -43,6 +43,7 @@ Keeper to trainer:
 ``settled``          reply to ``settle``
 ``logged``           records are on disk
 ``peered``           a base or step is complete in the memory of other nodes
+``copied``           a base or step is complete in a place for copies
 ``persisted``        a base of the replica is committed
 ``retained``         the retention after it has ended
 ``asks_refused``     reply to ``ask``: not possible
@@ -84,7 +85,7 @@ from everstep.link.capture import Capture
 from everstep.state.layout import Entry, Placed, ShardLayout
 from everstep.state.layout.shards import LRUCache
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the messages. Trainer and keeper, which may come from different installations, must
 have the same."""
 

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 from pathlib import Path, PurePath
 
 try:
@@ -139,6 +140,36 @@ def is_local_device(path: PurePath) -> bool:
         return os.major(os.stat(path).st_dev) != 0
     except OSError:
         return False
+
+
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "gpfs", "beegfs", "glusterfs")
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def mounted_as(place: PurePath) -> str | None:
+    """Return the type of the file system of ``place``; None if the system does not tell."""
+    real = PurePath(os.path.realpath(place))
+    best: tuple[int, str] | None = None
+    for line in _text(Path("/proc/self/mountinfo")).splitlines():
+        before, dash, after = line.partition(" - ")
+        fields = before.split()
+        if not dash or len(fields) < 5 or not after.split():
+            continue
+        point = PurePath(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4]))
+        # Of several mounts at one point the last one covers the others.
+        if real.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
+            best = (len(point.parts), after.split()[0])
+    return None if best is None else best[1]
+
+
+def is_on_network(kind: str | None) -> bool:
+    """Return True if file systems of this type are known to be those of other machines."""
+    return kind in _NETWORK
+
+
+def is_in_memory(kind: str | None) -> bool:
+    """Return True if file systems of this type lose their files when the machine restarts."""
+    return kind in _IN_MEMORY
 
 
 def _text(path: Path) -> str:

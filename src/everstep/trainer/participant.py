@@ -234,6 +234,9 @@ class Participant:
     def base_taken(self, save: Save) -> None:
         """Handle a base that was taken."""
 
+    def step_done(self, step: int) -> None:
+        """Handle the end of a step, after its base was requested; may block training."""
+
     @property
     def is_as_marked(self) -> bool:
         """False if the state is known to have changed since the last step mark."""
@@ -246,6 +249,14 @@ class Participant:
 
     def base_everywhere(self, step: int) -> None:
         """Note that all peers hold the base of ``step``."""
+
+    def copied(self, place: int, base: int | None, step: int | None) -> None:
+        """Note that the base of step ``base``, or the log up to ``step``, is in a place for
+        copies.
+
+        Args:
+            place: index of the place.
+        """
 
     def replica_stopped(self, why: str, for_good: bool) -> None:
         """Note that the keeper's replica has stopped."""

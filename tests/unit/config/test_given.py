@@ -368,7 +368,7 @@ def test_a_checkpointer_needs_its_first_two_arguments_and_names_for_the_rest(
         make(run_folder)
     with pytest.raises(OptionError, match="too many positional") as caught:
         make(run_folder, {"n": 1}, "sync")
-    assert "by name: method=, every=, keep=" in str(caught.value.hint)
+    assert "by name: method=, every=, lose_at_most=, even_if=, keep=" in str(caught.value.hint)
     assert not run_folder.exists()
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -124,13 +124,20 @@ class BaseCopier(CopyWork):
     Args:
         run: the run folder on ``filesystem``.
         group: ranks that copy together.
+        on_base: called with the newest base of which this rank's files are there.
     """
 
     def __init__(
-        self, courier: Courier, filesystem: FileSystem, run: PurePath, group: CopyGroup
+        self,
+        courier: Courier,
+        filesystem: FileSystem,
+        run: PurePath,
+        group: CopyGroup,
+        on_base: Callable[[BaseId], None] = lambda base: None,
     ) -> None:
         self.courier = courier
         self.group = group
+        self._on_base = on_base
         self._filesystem = filesystem
         self._run = run
         self._place = courier.place
@@ -200,6 +207,10 @@ class BaseCopier(CopyWork):
         # The transfer may take long: each read counts as progress.
         self._place.tier.put(name, observed(source, self._report_progress))
 
+    def _arrived(self, base: BaseId) -> None:
+        self.courier.stats.step = base.step
+        self._on_base(base)
+
     def _report_progress(self) -> None:
         self.courier.moved()
         self.group.report_progress()
@@ -226,8 +237,9 @@ class BaseCopies(BaseCopier):
         *,
         keep: KeepRules,
         every_s: float = 0.0,
+        on_base: Callable[[BaseId], None] = lambda base: None,
     ) -> None:
-        super().__init__(courier, filesystem, run, group)
+        super().__init__(courier, filesystem, run, group, on_base)
         self.retention = CopyRetention(
             courier.place,
             keep,
@@ -321,7 +333,7 @@ class BaseCopies(BaseCopier):
         if not is_copied and not self._copy(base):
             return None
         self._copy_annotations(committed.values())
-        self.courier.stats.step = base.id.step
+        self._arrived(base.id)
         return base.id
 
     def _copy_annotations(self, bases: Iterable[BaseFound]) -> None:
@@ -479,12 +491,20 @@ class BaseCopies(BaseCopier):
 
 
 class FollowingCopies(BaseCopier):
-    """Copies of any other rank: its files of the bases that rank 0 chooses."""
+    """Copies of any other rank: its files of the bases that rank 0 chooses.
+
+    All files and markers make a base that can be restored: the next start writes its manifest.
+    """
 
     def __init__(
-        self, courier: Courier, filesystem: FileSystem, run: PurePath, group: CopyGroup
+        self,
+        courier: Courier,
+        filesystem: FileSystem,
+        run: PurePath,
+        group: CopyGroup,
+        on_base: Callable[[BaseId], None] = lambda base: None,
     ) -> None:
-        super().__init__(courier, filesystem, run, group)
+        super().__init__(courier, filesystem, run, group, on_base)
         self._requested: Manifest | None = None
         # The newest base that rank 0 may still request.
         self._expected: BaseId | None = None
@@ -587,7 +607,7 @@ class FollowingCopies(BaseCopier):
             path = base_dir(self._run, base.timeline, base.step)
             found = BaseFound(base, path, "committed", manifest, None, ())
             self._copy_files(found, [mine])
-        self.courier.stats.step = base.step
+        self._arrived(base)
 
     def _on_request(self, manifest: Manifest) -> None:
         base = _base_of(manifest)

@@ -74,6 +74,7 @@ class Couriers:
                 keep=from_plain(settings["keep"], KeepRules),
                 timeout_s=timeline.timeout_s,
                 link=timeline.link,
+                tell=timeline.trainer.send,
             )
             # An earlier keeper may have ended before it copied the newest base.
             self.base_durable()
@@ -88,6 +89,7 @@ class Couriers:
         keep: KeepRules,
         timeout_s: float,
         link: JobLink | None = None,
+        tell: Callable[[dict[str, Any]], None] = lambda message: None,
     ) -> None:
         """Start to copy to these places.
 
@@ -99,8 +101,10 @@ class Couriers:
             keep: bases to keep; a place may keep another number of newest ones.
             timeout_s: seconds without progress after which a transfer counts as hung.
             link: link to the keepers of the other ranks; None: there is one rank.
+            tell: sends a message to the trainer.
         """
         self._link = link
+        self._tell = tell
         self._post = post
         self._keep = keep
         for number, fields in enumerate(places):
@@ -140,18 +144,35 @@ class Couriers:
                 batch_steps=options.log_steps,
                 keep=keep,
                 lossy=shrinking(options),
+                on_step=partial(self._log_arrived, number),
             )
             steps.start()
             self.logs.append(steps)
         courier = Courier(tier, identity.timeline, clock, self._post)
         group = CopyGroup(self._link, clock, number, identity.rank, identity.world, timeout_s)
+        arrived = partial(self._base_arrived, number, identity.timeline)
         bases: BaseCopies | FollowingCopies
         if self._link is None or identity.rank == COORDINATOR:
-            bases = BaseCopies(courier, files, self._run, group, keep=keep, every_s=options.every_s)
+            bases = BaseCopies(
+                courier,
+                files,
+                self._run,
+                group,
+                keep=keep,
+                every_s=options.every_s,
+                on_base=arrived,
+            )
         else:
-            bases = FollowingCopies(courier, files, self._run, group)
+            bases = FollowingCopies(courier, files, self._run, group, arrived)
         courier.start(bases, "everstep-base-copy")
         self.bases[number] = bases
+
+    def _log_arrived(self, number: int, step: int) -> None:
+        self._tell({"kind": "copied", "place": number, "base": None, "step": step})
+
+    def _base_arrived(self, number: int, timeline: int, base: BaseId) -> None:
+        if base.timeline == timeline:
+            self._tell({"kind": "copied", "place": number, "base": base.step, "step": None})
 
     def base_durable(self, base: BaseId | None = None) -> None:
         """Queue a new base in all places.

@@ -66,6 +66,7 @@ class LogCopies(CopyWork):
         batch_steps: minimum steps per segment while training goes on.
         keep: copies of bases that are kept there.
         lossy: makes a record approximate; None: records are copied exactly.
+        on_step: called with the newest step that is there; with none after a gap.
 
     Attributes:
         taken_step: last step that was taken out of the log for a segment.
@@ -80,8 +81,10 @@ class LogCopies(CopyWork):
         batch_steps: int,
         keep: KeepRules,
         lossy: Callable[[LogRecord], LogRecord] | None = None,
+        on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.courier = courier
+        self._on_step = on_step
         self._log = log
         self._identity = identity
         self._batch_steps = batch_steps
@@ -263,6 +266,8 @@ class LogCopies(CopyWork):
         stats.copied += last.step - first.step + 1
         stats.copied_bytes += plan.size_bytes
         stats.step = last.step
+        if self._base_step >= stats.gap_last:
+            self._on_step(last.step)
 
     def _retain(self) -> None:
         """Delete segments that no base in the place needs, each with its marker first.
@@ -326,6 +331,8 @@ class LogCopies(CopyWork):
         """
         why = flaw or _TOO_SLOW
         self.courier.stats.missed += last - first + 1
+        stats = self.courier.stats
+        stats.gap_last = max(stats.gap_last, last)
         url = self.courier.place.url
         _log.info("steps %d to %d of the log are not copied to %s: %s", first, last, url, why)
         if self._missed_reported or last <= self._base_step:

@@ -57,6 +57,7 @@ class CopyStats:
             they were released before, or did not fit into the memory of the peer: later steps are
             useless until the next base.
         failed: failed attempts.
+        gap_last: last step of the newest gap in the steps; -1 without one.
     """
 
     copied: int = 0
@@ -64,6 +65,7 @@ class CopyStats:
     step: int | None = None
     missed: int = 0
     failed: int = 0
+    gap_last: int = -1
 
 
 class PeerLink:
@@ -289,7 +291,8 @@ class LogSender:
         bytes_per_s: maximum rate; None: full speed.
         record_of: returns the record of a timeline as it is on disk; None: it cannot be read yet.
         shrink: makes a record approximate; None: records are sent exactly.
-        on_step: called with the newest step that the peer holds, whenever it advances.
+        on_step: called with the newest step that the peer holds, whenever it advances; with none
+            after a gap, until a base after the gap is everywhere.
     """
 
     def __init__(
@@ -417,7 +420,8 @@ class LogSender:
         self.stats.step = run.last
         self._before = one.steps
         self._past(one)
-        self._on_step(run.last)
+        if self._everywhere_step >= self.stats.gap_last:
+            self._on_step(run.last)
 
     def _past(self, one: _LogTransfer) -> None:
         self._batch = None
@@ -435,6 +439,7 @@ class LogSender:
     def _report_missed(self, first: int, last: int, reason: str) -> None:
         last = max(first, last)
         self.stats.missed += last - first + 1
+        self.stats.gap_last = max(self.stats.gap_last, last)
         what = f"steps {first} to {last} of the log are"
         self._link.report_not_sent(what, reason, last, _HINT, "missed")
 

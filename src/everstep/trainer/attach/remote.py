@@ -627,6 +627,9 @@ class RemoteKeeper:
                     participant.base_everywhere(message["base"])
             if message["step"] is not None:
                 self.peer_log_step = message["step"]
+        elif kind == "copied":
+            for participant in self._participants:
+                participant.copied(message["place"], message["base"], message["step"])
         elif kind == "rebuilt":
             on_rebuilt = self.rebuilding.pop(message["number"], None)
             if on_rebuilt is not None:

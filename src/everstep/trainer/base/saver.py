@@ -87,6 +87,8 @@ class Saver(Participant):
         self.stall_s = dict.fromkeys(STALL_CAUSES, 0.0)
         if options.is_multistep:
             self.stall_s["gradients"] = 0.0
+        if context.options.promise is not None:
+            self.stall_s["promise"] = 0.0
         self.last_save_s = context.clock.monotonic_s()
 
     def start(self, service: Service) -> None:

@@ -6,6 +6,7 @@ Runs in the training process. Read in this order:
 - ``job``: one rank of a job: its folder, its exchanges with the others, and one start of all ranks.
 - ``run_folder``: opens the run folders of all ranks as the same run, with the same options; decides
   which node's memory holds whose copies.
+- ``promised``: the options of a process; those that keep a promise.
 """
 
 from everstep.trainer.job.job import Job
@@ -17,6 +18,7 @@ from everstep.trainer.job.place import (
     seams_with_copies,
     with_source,
 )
+from everstep.trainer.job.promised import options_of
 from everstep.trainer.job.run_folder import memory_notice, peer_notice
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "RunPlace",
     "checked_places",
     "memory_notice",
+    "options_of",
     "peer_notice",
     "refuse_single_base_with_peer",
     "resume_as_job_of_one",

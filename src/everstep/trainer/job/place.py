@@ -223,6 +223,8 @@ def shared_options(options: Options) -> dict[str, str]:
         "every": repr(when if every.seconds is None else f"{every.seconds:g}s"),
         "keep": repr(options.keep),
     }
+    if options.promise is not None:
+        found["lose_at_most"] = repr(options.promise.in_words)
     if every.mtbf_s is not None:
         found["Every.mtbf_s"] = repr(every.mtbf_s)
     if options.logs:

@@ -37,8 +37,8 @@ from everstep.trainer.participant import BaseSource, Participant, TrainingContex
 from everstep.trainer.schedule import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.footprint import Footprint, print_footprint
+from everstep.trainer.session.promise import safe_steps
 from everstep.trainer.session.replica_bases import ReplicaBases
-from everstep.trainer.session.stats import RecoverableSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
             memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), footprint.peer_log_bytes
         )
     context = TrainingContext(options, run, state, lane, channel, seams.clock)
-    kind = ScheduledSaver if options.is_scheduled else Saver
-    saver = kind(context, participants)
+    saver = (ScheduledSaver if options.is_scheduled else Saver)(context, participants)
     source: BaseSource = saver
     recorder = None
     if options.logs:
@@ -171,7 +170,8 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         base_bytes=max(1, footprint.shape.size_bytes - footprint.static_bytes),
         limits=limits,
     )
-    participants += [saver, cadence, RecoverableSteps(keepers, participants), FirstBatches(state)]
+    safe = safe_steps(context, keepers, saver, recorder, participants)
+    participants += [saver, cadence, *safe, FirstBatches(state)]
     components = Components(
         options=options,
         run=run,

@@ -14,6 +14,7 @@ from rich.filesize import decimal
 
 from everstep.commit.job import COORDINATOR
 from everstep.config import History, Options
+from everstep.config.promise import Promise
 from everstep.keeper.log import folder_bytes
 from everstep.seams import FileSystem
 from everstep.seams.progress import log_or_print
@@ -154,6 +155,9 @@ def print_footprint(
     # One rank speaks for all: there may be thousands.
     level = logging.INFO if ranks.rank == COORDINATOR else logging.DEBUG
     log_or_print(_first_notice(footprint, options, name, parks=parks), level=level)
+    if options.promise is not None:
+        promised = _promise_notice(options.promise, logs=options.logs)
+        log_or_print(f"{name}: {promised}", level=level)
     filesystem = place.seams.filesystem
     if on_disk := _disk_notice(filesystem, run, options, footprint.bounds, limits, ranks):
         log_or_print(f"{name}: {on_disk}", level=level)
@@ -182,6 +186,22 @@ def _further_notices(
     computes = options.is_multistep and not options.leaves_bases_fuzzy
     if (options.has_replica or computes) and (why := why_inexact(state)):
         yield why
+
+
+_HOLDERS = {
+    "keeper": "the memory of the keeper",
+    "disk": "the run folder",
+    "peer": "the memory of another node",
+    "store": "a place for copies",
+}
+
+
+def _promise_notice(promise: Promise, *, logs: bool) -> str:
+    what = "the log" if logs else "a base"
+    return (
+        f"promised: {promise.in_words}; a step waits, if it must, until {what} is in "
+        f"{_HOLDERS[promise.holder]} (stats().stall_s['promise'])"
+    )
 
 
 def _disk_notice(

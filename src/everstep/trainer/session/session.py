@@ -230,6 +230,8 @@ class Session:
             self._take_due_base(survey, busy=busy)
         elif self.parts.keepers.lost is None:
             self.parts.saver.park(mark)
+        for participant in self.parts.participants:
+            participant.step_done(self.at.step)
         self.preemption.step_ended(self.at.step, self.save_last)
 
     def _take_due_base(self, survey: Survey | None, *, busy: bool) -> None:

@@ -40,7 +40,7 @@ class Stats:
             base), ``"gate"`` (an update waited for a copy), ``"gradients"`` (training waited for
             copies of gradients; only with multi-step bases), ``"back_pressure"`` (no host memory
             was free), ``"persist"`` (writing; only with ``sync``), ``"keeper"`` (a lost keeper was
-            replaced).
+            replaced), ``"promise"`` (a step was not safe yet; only with ``lose_at_most``).
         written_bytes: bytes made durable.
         linked_bytes: bytes of static entries that bases link to instead of writing them again. With
             ``static=`` it stays 0 if the file system does not support hard links.

@@ -52,10 +52,11 @@ class StepConsensus:
         self._participants = parts.participants
         self._nonfinite_check = parts.nonfinite
         self._timed = options.every.auto or options.every.seconds is not None
-        # With watch= all ranks raise at the same step. With lag_steps= no rank may be further ahead
-        # of the durable log than the others.
+        # With watch= all ranks raise at the same step. With lag_steps= or a promise no rank may be
+        # further ahead of what is safe than the others.
         each = options.log.watch or options.log.lag_steps is not None
-        self._exchanges_each_step = options.logs and each
+        self._exchanges_each_step = (options.logs and each) or options.promise is not None
+        self._exchanges = options.logs or self._timed or self._exchanges_each_step
         self._logs = options.logs
         # Of the next exchange; None until all ranks have started together.
         self._next_step: int | None = None
@@ -137,7 +138,7 @@ class StepConsensus:
 
     def _exchange(self, step: int) -> tuple[bool, bool]:
         """Exchange messages if ``step`` is a step for it; return (False, False) otherwise."""
-        if not (self._logs or self._timed) or self._job is None or self._next_step is None:
+        if not self._exchanges or self._job is None or self._next_step is None:
             return False, False
         # The end of the step has failed after its exchange, and _participating() calls a second
         # time.

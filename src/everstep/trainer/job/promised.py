@@ -1,0 +1,237 @@
+"""Chooses the options that keep a promise (``lose_at_most=``, ``even_if=``).
+
+A step is safe from a failure when the log leads to it, or a base of it is there, in a place that
+survives the failure:
+
+| ``even_if`` | dies | place that holds the step |
+|---|---|---|
+| ``"process"`` | the processes of training | memory of the keeper |
+| ``"power"`` | all machines, with their memory | disk of the run folder |
+| ``"node"`` | a machine, with its disks | memory of another node, or a store |
+| ``"rack"`` | several machines, with their disks | a store |
+
+A run folder on a network file system counts as a store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from everstep.config.method import Method, presets
+from everstep.config.options import Every, LogOptions, Options, validate_options
+from everstep.config.promise import Promise
+from everstep.errors import OptionError
+from everstep.seams.machine import is_in_memory, is_on_network, mounted_as
+from everstep.tiers import PeerOptions, TierOptions
+from everstep.tiers.options import is_url, split_peers
+
+
+class PromisedOptions(NamedTuple):
+    """Options that keep a promise.
+
+    Attributes:
+        promise: the promise, with the place that has to hold a step.
+        log: options of the log; None if bases alone keep the promise.
+    """
+
+    promise: Promise
+    method: str | Method
+    every: int | str | Every | None
+    log: LogOptions | None
+    tiers: Sequence[str | PurePath | TierOptions | PeerOptions]
+
+
+def options_of(
+    run: PurePath,
+    lose_at_most: str | None,
+    even_if: str | None,
+    *,
+    method: str | Method | None,
+    every: int | str | Every | None,
+    log: LogOptions | None,
+    tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
+    **others: Any,
+) -> tuple[Options, Sequence[str | PurePath | TierOptions | PeerOptions]]:
+    """Validate the arguments of a Checkpointer, after a promise has chosen some of them.
+
+    Args:
+        others: further arguments of :func:`~everstep.config.options.validate_options`.
+
+    Returns:
+        The options, and the places for copies.
+
+    Raises:
+        OptionError: an argument is invalid, or the promise cannot be kept.
+    """
+    promise = Promise.parse(lose_at_most, even_if)
+    if promise is not None:
+        found = promised_options(promise, run, method=method, every=every, log=log, tiers=tiers)
+        promise, method, every, log, tiers = found
+    method = "lazy" if method is None else method
+    options = validate_options(method=method, every=every, log=log, **others)
+    return replace(options, promise=promise), tiers
+
+
+def promised_options(
+    promise: Promise,
+    run: PurePath,
+    *,
+    method: str | Method | None,
+    every: int | str | Every | None,
+    log: LogOptions | None,
+    tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
+) -> PromisedOptions:
+    """Choose the options that keep a promise.
+
+    Args:
+        run: run folder.
+        method: the user's method. None: one with a dense log. Without a log bases keep the promise.
+        every: interval between bases. With a log it only bounds the time that a resume takes.
+        log: the user's options of the log, which the promise decides on: only ``history`` and
+            ``watch`` may be set.
+        tiers: the user's places for copies.
+
+    Raises:
+        OptionError: the promise cannot be kept; says what is missing.
+    """
+    chosen = _method_of(promise, method)
+    _refuse_contradictions(log)
+    holder, tiers = _holder(promise, run, tiers, logs=chosen.log != "none")
+    promise = replace(promise, holder=holder)
+    named = "logged" if method is None else method
+    if chosen.log == "none":
+        bases = _bases_every(promise, every)
+        return PromisedOptions(promise, named, bases, None, tiers)
+    return PromisedOptions(promise, named, every, _log_options(promise, log), tiers)
+
+
+def _method_of(promise: Promise, method: str | Method | None) -> Method:
+    if method is None:
+        return presets["logged"]
+    chosen = presets.get(method) if isinstance(method, str) else method
+    if not isinstance(chosen, Method):
+        raise OptionError(
+            f"method={method!r} is no method", hint="omit it: lose_at_most= chooses one"
+        )
+    if chosen.log == "adaptive":
+        raise _refusal(
+            promise,
+            f"method={method!r} records approximate gradients, so a step that comes back is not "
+            "the one that was lost",
+            "omit method=",
+        )
+    if chosen.base in ("multistep", "scheduled"):
+        raise _refusal(
+            promise,
+            f"no step can wait for a base of method={method!r}, which is complete only after "
+            "further steps",
+            "omit method=",
+        )
+    if chosen.in_memory:
+        raise _refusal(promise, f"method={method!r} keeps most bases in memory", "omit method=")
+    return chosen
+
+
+def _refuse_contradictions(log: LogOptions | None) -> None:
+    plain = LogOptions()
+    given = log or plain
+    decided = [
+        name
+        for name in ("to", "lag_steps", "batch_steps")
+        if getattr(given, name) != getattr(plain, name)
+    ]
+    # A history needs to="disk" to be accepted at all.
+    if decided == ["to"] and given.history != plain.history:
+        return
+    if decided:
+        raise OptionError(
+            f"LogOptions.{decided[0]} and lose_at_most= exclude each other: the promise decides "
+            "where the log is, and how far it may lag",
+            hint="omit one of them",
+        )
+
+
+def _holder(
+    promise: Promise, run: PurePath, tiers: Sequence[Any], *, logs: bool
+) -> tuple[str, Sequence[Any]]:
+    """Return the place that survives the failure, and the places for copies with what it needs."""
+    kind = mounted_as(run)
+    if promise.even_if == "process":
+        return "keeper", tiers
+    if promise.even_if == "power" or is_on_network(kind):
+        if is_in_memory(kind):
+            why = f"{run} is in memory ({kind}), and lost with the machine"
+            raise _refusal(promise, why, "put the run folder on a disk")
+        return "disk", tiers
+    places, peers = split_peers(tiers)
+    if any(_is_store(one) for one in places):
+        whole = _with_logs(places, promise.steps or 1) if logs else places
+        return "store", [*whole, *([] if peers is None else [peers])]
+    if promise.even_if == "node" and (peers is not None or _nodes() > 1):
+        return "peer", [*places, _checked_peers(promise, peers or PeerOptions(), logs=logs)]
+    where = "" if kind is None else f" ({kind})"
+    why = f"{run} is on this machine{where}, and no place for copies survives it"
+    hint = 'tiers=["s3://bucket/prefix"]; or a run folder on a network file system'
+    raise _refusal(promise, why, hint + "; or several nodes" * (promise.even_if == "node"))
+
+
+def _checked_peers(promise: Promise, peers: PeerOptions, *, logs: bool) -> PeerOptions:
+    if logs and peers.log != "whole":
+        why = f"PeerOptions.log={peers.log!r} does not send the exact log"
+        raise _refusal(promise, why, 'PeerOptions(log="whole")')
+    return peers
+
+
+def _refusal(promise: Promise, why: str, hint: str) -> OptionError:
+    return OptionError(f"it cannot be promised that {promise.in_words}: {why}", hint=hint)
+
+
+def _is_store(place: Any) -> bool:
+    where = place.where if isinstance(place, TierOptions) else str(place)
+    return is_url(where) or is_on_network(mounted_as(PurePath(where)))
+
+
+def _with_logs(places: Sequence[Any], steps: int) -> list[Any]:
+    """Return the places; each store gets the log, so many steps at a time at most."""
+    found = []
+    for one in places:
+        if _is_store(one):
+            options = one if isinstance(one, TierOptions) else TierOptions(one)
+            one = replace(options, log="whole", log_steps=min(options.log_steps, steps))
+        found.append(one)
+    return found
+
+
+def _nodes() -> int:
+    """Return the number of nodes that a launcher has announced; 1 without one."""
+    try:
+        return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError, ZeroDivisionError):
+        return 1
+
+
+def _log_options(promise: Promise, log: LogOptions | None) -> LogOptions:
+    given = log or LogOptions()
+    if promise.holder != "disk":
+        return given
+    if promise.steps is not None:
+        return replace(given, to="disk", lag_steps=promise.steps - 1)
+    # One at a time: a segment of several steps might take longer than the time to fill.
+    return replace(given, to="disk", batch_steps=1)
+
+
+def _bases_every(promise: Promise, every: int | str | Every | None) -> Every:
+    """Return an interval at which a base is safe before the next but one would be needed."""
+    given = Every.parse(every)
+    if promise.steps is not None:
+        most = max(1, promise.steps // 2)
+        return Every(steps=most if given.steps is None else min(most, given.steps))
+    assert promise.seconds is not None
+    most_s = promise.seconds / 2
+    if given.steps is not None and given.steps == 1:
+        return given
+    return Every(seconds=most_s if given.seconds is None else min(most_s, given.seconds))
