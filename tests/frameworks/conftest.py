@@ -9,6 +9,7 @@ import pytest
 FRAMEWORKS = (
     "accelerate",
     "datasets",
+    "deepspeed",
     "lightning",
     "omegaconf",
     "peft",

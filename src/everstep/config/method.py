@@ -201,6 +201,7 @@ presets: Mapping[str, Method] = MappingProxyType(
         "logged": Method(base="lazy", log="dense"),
         "lowdiff": Method(base="lazy", log="topk"),
         "lowdiff_plus": Method(base="lazy", log="dense", apply="replica"),
+        "tiercheck": Method(base="lazy", log="dense"),
         "gockpt": Method(base="multistep"),
         "gockpt_o": Method(base="multistep", overlap_forward=True),
         "checkflow": Method(base="scheduled"),

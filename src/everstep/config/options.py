@@ -497,6 +497,15 @@ class Options:
             )
 
 
+_PRESET_LOGS: Mapping[str, LogOptions] = {
+    "lowdiff": LogOptions(to="disk", batch_steps=1, lag_steps=1)
+}
+"""Logs of presets that differ from the default.
+
+LowDiff persists its differentials (section V). A step is written during the next one; training
+waits only if that takes longer.
+"""
+
 DISABLE_VARIABLE = "EVERSTEP_DISABLE"
 """Variable of the environment with which a program runs without checkpoints."""
 
@@ -575,5 +584,5 @@ def validate_options(
         on_failure,
         progress_timeout_s,
         keeper or KeeperOptions(),
-        log or LogOptions(),
+        log or _PRESET_LOGS.get(name, LogOptions()),
     )

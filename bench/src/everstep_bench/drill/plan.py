@@ -120,6 +120,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             "get is a quarter of a dense one and has every bit that was consumed",
             folder="own",
             tiers=("peer", "{durable}/copies"),
+            log={"to": "memory"},
             consumes="int8",
             copied="whole",
             at_once=True,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -356,7 +357,13 @@ def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRe
     """
     if options.log != "adaptive":
         return None
+    # Loading torch takes seconds, in which steps would be copied nowhere.
+    threading.Thread(target=_load_torch, name="everstep-load-torch", daemon=True).start()
     return partial(lossy_record, ratio=options.log_ratio, int8_below=options.log_int8_below)
+
+
+def _load_torch() -> None:
+    from everstep.keeper.replica import lossy_update  # noqa: F401
 
 
 def lossy_record(record: LogRecord, ratio: float, int8_below: int = 100_000) -> LogRecord:

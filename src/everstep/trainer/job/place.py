@@ -19,6 +19,7 @@ import torch
 
 from everstep.commit.job import COORDINATOR
 from everstep.config import Options, presets
+from everstep.config.given import is_sequence
 from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format import base_dir
 from everstep.format.records import RunRecord
@@ -104,8 +105,49 @@ def checked_places(
     Raises:
         OptionError: A place is invalid.
     """
+    if options.method_name == TIERCHECK:
+        tiers = tiercheck_tiers(tiers)
     named, peers = split_peers(tiers, options.method.tiers)
     return validate_tiers(named, options.keep.newest, peers, logs=options.logs), peers
+
+
+TIERCHECK = "tiercheck"
+
+
+def tiercheck_tiers(
+    tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
+) -> Sequence[str | PurePath | TierOptions | PeerOptions]:
+    """Return the places of TierCheck (section 3.1): the memory of the next node, if there is one,
+    and each place that is given by its name get approximate gradients (3.2).
+
+    Local memory keeps the exact ones. Places with options of their own stay as they are.
+    """
+    if not is_sequence(tiers):
+        return tiers  # refused below
+    found: list[str | PurePath | TierOptions | PeerOptions] = []
+    for one in tiers:
+        if one == "peer":
+            one = PeerOptions(log="adaptive")
+        elif isinstance(one, (str, PurePath)):
+            one = TierOptions(str(one), log="adaptive")
+        found.append(one)
+    if not any(isinstance(one, PeerOptions) for one in found):
+        found.append(PeerOptions(log="adaptive", if_there=True))
+    return found
+
+
+def tiercheck_notice(place: RunPlace) -> str:
+    """Return the line about the tiers of TierCheck that a run has, and what they keep."""
+    peers = "the memory of the next node" if place.ranks.nodes and place.peers else ""
+    stores = [f"{one.where} ({one.log})" for one in place.tiers]
+    has = ", ".join(["local memory (exact)", *([peers] if peers else []), *stores])
+    missing = [
+        name
+        for name, is_there in (("no other node", peers), ("no remote storage in tiers=", stores))
+        if not is_there
+    ]
+    risk = "a step that comes back from approximate gradients is not exact, and says so"
+    return f"tiers: {has}; {'; '.join([*missing, risk])}"
 
 
 def join_job(seams: Seams, timeout_s: float) -> Job | None:

@@ -43,6 +43,7 @@ from everstep.trainer.budget import (
 )
 from everstep.trainer.checks import residual_bytes, why_inexact
 from everstep.trainer.job import RunPlace, memory_notice, peer_notice
+from everstep.trainer.job.place import TIERCHECK, tiercheck_notice
 
 _MARKED_MIN_BYTES = 1 << 20
 _PLAIN_SHARE = 10  # of gradients; less plain data is not worth a word
@@ -155,9 +156,8 @@ def print_footprint(
     # One rank speaks for all: there may be thousands.
     level = logging.INFO if ranks.rank == COORDINATOR else logging.DEBUG
     log_or_print(_first_notice(footprint, options, name, parks=parks), level=level)
-    if options.promise is not None:
-        promised = _promise_notice(options.promise, logs=options.logs)
-        log_or_print(f"{name}: {promised}", level=level)
+    for notice in _assurances(footprint, options, place):
+        log_or_print(f"{name}: {notice}", level=level)
     filesystem = place.seams.filesystem
     if on_disk := _disk_notice(filesystem, run, options, footprint.bounds, limits, ranks):
         log_or_print(f"{name}: {on_disk}", level=level)
@@ -194,6 +194,25 @@ _HOLDERS = {
     "peer": "the memory of another node",
     "store": "a place for copies",
 }
+
+
+def _assurances(footprint: Footprint, options: Options, place: RunPlace) -> Iterator[str]:
+    """Yield the lines about what comes back after a failure, and what it costs."""
+    if options.promise is not None:
+        yield _promise_notice(options.promise, logs=options.logs)
+    if options.method_name == TIERCHECK:
+        yield tiercheck_notice(place)
+    if options.method.log == "adaptive":
+        yield (
+            "the log has approximate gradients: a step that is replayed from it is one that "
+            "training never had, and its recovery is not exact; method='tiercheck' keeps the exact "
+            "ones in local memory"
+        )
+    if size_bytes := footprint.residual_bytes:
+        yield (
+            f"besides compressed gradients each step of the log has {decimal(size_bytes)} of "
+            "residuals; Compressor(error_feedback=False) has none, and trains differently"
+        )
 
 
 def _promise_notice(promise: Promise, *, logs: bool) -> str:
