@@ -20,7 +20,7 @@ from tests.support.ranks.multistep import STEPS, Does, Job, check_resumed, over,
 from tests.support.ranks.parallel import LAYOUTS
 from tests.support.ranks.together import bases, on_all, resume, train, trainings
 from tests.support.ranks.trainings import at, compare, steps_of
-from tests.support.trainers import finish_trainer
+from tests.support.trainers import finish_trainer, start_trainer
 
 _SOON_S = 90.0  # long before ranks stop waiting for each other
 
@@ -292,3 +292,43 @@ def test_the_first_base_of_several_ranks_measures_the_link(tmp_path: Path) -> No
             on_all(*(one.ckpt.close for one in ranks))
     finally:
         end_keepers(tmp_path)
+
+
+PRESET = """
+import sys, torch, torch.distributed as dist
+import everstep
+from everstep.seams import Seams
+from everstep.testing import EmulatedLink
+from torch import nn
+
+run, method, rank, meet = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+trained = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+seams = Seams(lane=lambda: EmulatedLink(200e6))
+state = {"model": trained, "optimizer": optimizer}
+with everstep.Checkpointer(run, state, method=method, every=10, seams=seams) as ckpt:
+    ckpt.resume()
+    for _ in range(100):
+        trained(torch.randn(64, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpt.step()
+    ckpt.wait()
+    print(ckpt.stats().multistep.windows)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gockpt", "gockpt_o"])
+def test_the_presets_take_bases_over_several_steps(method: str, tmp_path: Path) -> None:
+    """Behind a slow link the first bases measure it, and the others are spread over steps."""
+    run, meet = str(tmp_path / "run"), str(tmp_path / "meet")
+    ranks = [start_trainer(PRESET, run, method, str(rank), meet) for rank in range(2)]
+    for one in ranks:
+        status, out, err = finish_trainer(one, _SOON_S)
+        assert status == 0, err
+        assert int(out) >= 3
+    end_keepers(tmp_path)

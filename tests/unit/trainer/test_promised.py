@@ -65,11 +65,15 @@ def test_the_log_goes_where_the_failure_does_not_reach() -> None:
     found = planned("1 step", "process")
     assert (found.promise.holder, found.method, found.log) == ("keeper", "logged", LogOptions())
     found = planned("3 steps", "power")
-    assert (found.promise.holder, found.log) == ("disk", LogOptions(to="disk", lag_steps=2))
+    wanted = LogOptions(to="disk", lag_steps=2, batch_steps=1)
+    assert (found.promise.holder, found.log) == ("disk", wanted)
+    found = planned("50 steps", "power")
+    assert found.log == LogOptions(to="disk", lag_steps=49, batch_steps=10)
     found = planned("30s", "power")
     assert found.log == LogOptions(to="disk", batch_steps=1)
     found = planned("1 step", "rack", PurePath("/net/run"))
-    assert (found.promise.holder, found.log) == ("disk", LogOptions(to="disk", lag_steps=0))
+    wanted = LogOptions(to="disk", lag_steps=0, batch_steps=1)
+    assert (found.promise.holder, found.log) == ("disk", wanted)
 
 
 def test_a_store_gets_the_log_at_each_step_that_may_not_be_lost() -> None:
@@ -78,7 +82,7 @@ def test_a_store_gets_the_log_at_each_step_that_may_not_be_lost() -> None:
     assert found.promise.holder == "store"
     assert found.tiers == [
         "/disk/copies",
-        TierOptions("s3://bucket/run", log="whole", log_steps=4),
+        TierOptions("s3://bucket/run", log="whole", log_steps=2),
         TierOptions("/net/copies", log="whole", log_steps=2),
     ]
     without_log = planned("4 steps", "rack", tiers=tiers, method="lazy")
@@ -135,4 +139,4 @@ def test_what_cannot_be_promised(given: dict[str, Any], words: str) -> None:
 
 def test_a_history_may_be_asked_for() -> None:
     found = planned("1 step", "power", log=LogOptions(to="disk", history="all"))
-    assert found.log == LogOptions(to="disk", lag_steps=0, history="all")
+    assert found.log == LogOptions(to="disk", lag_steps=0, batch_steps=1, history="all")

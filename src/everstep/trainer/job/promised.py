@@ -29,6 +29,8 @@ from everstep.seams.machine import is_in_memory, is_on_network, mounted_as
 from everstep.tiers import PeerOptions, TierOptions
 from everstep.tiers.options import is_url, split_peers
 
+_BATCH_STEPS_MAX = 10
+
 
 class PromisedOptions(NamedTuple):
     """Options that keep a promise.
@@ -169,7 +171,7 @@ def _holder(
         return "disk", tiers
     places, peers = split_peers(tiers)
     if any(_is_store(one) for one in places):
-        whole = _with_logs(places, promise.steps or 1) if logs else places
+        whole = _with_logs(places, _half(promise.steps or 1)) if logs else places
         return "store", [*whole, *([] if peers is None else [peers])]
     if promise.even_if == "node" and (peers is not None or _nodes() > 1):
         return "peer", [*places, _checked_peers(promise, peers or PeerOptions(), logs=logs)]
@@ -219,16 +221,23 @@ def _log_options(promise: Promise, log: LogOptions | None) -> LogOptions:
     if promise.holder != "disk":
         return given
     if promise.steps is not None:
-        return replace(given, to="disk", lag_steps=promise.steps - 1)
+        batch_steps = min(_BATCH_STEPS_MAX, _half(promise.steps))
+        return replace(given, to="disk", lag_steps=promise.steps - 1, batch_steps=batch_steps)
     # One at a time: a segment of several steps might take longer than the time to fill.
     return replace(given, to="disk", batch_steps=1)
+
+
+def _half(steps: int) -> int:
+    """Return the steps between two writes: each has the time of as many steps before training has
+    to wait for it."""
+    return max(1, steps // 2)
 
 
 def _bases_every(promise: Promise, every: int | str | Every | None) -> Every:
     """Return an interval at which a base is safe before the next but one would be needed."""
     given = Every.parse(every)
     if promise.steps is not None:
-        most = max(1, promise.steps // 2)
+        most = _half(promise.steps)
         return Every(steps=most if given.steps is None else min(most, given.steps))
     assert promise.seconds is not None
     most_s = promise.seconds / 2
