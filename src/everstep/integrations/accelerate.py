@@ -101,7 +101,7 @@ def _refuse(accelerator: Accelerator) -> None:
         )
     if accelerator.distributed_type not in _SUPPORTED:
         raise OptionError(
-            f"an Accelerator of the type {accelerator.distributed_type} cannot be made resumable"
+            f"an Accelerator of the type {accelerator.distributed_type.value} cannot be made resumable"
         )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise OptionError(
