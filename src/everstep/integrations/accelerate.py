@@ -99,10 +99,8 @@ def _refuse(accelerator: Accelerator) -> None:
             f"{missing[0]}",
             hint="install a newer accelerate (tested: 1.15)",
         )
-    if accelerator.distributed_type not in _SUPPORTED:
-        raise OptionError(
-            f"an Accelerator of the type {accelerator.distributed_type.value} cannot be made resumable"
-        )
+    if (kind := accelerator.distributed_type) not in _SUPPORTED:
+        raise OptionError(f"an Accelerator of the type {kind.value} cannot be made resumable")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise OptionError(
             "an Accelerator with FSDP 1 cannot be made resumable",
