@@ -61,7 +61,7 @@ with everstep.Checkpointer(run, state, method=method, every=1000, tiers=tiers) a
 def trained(
     run: Path, method: str, kill_at: int = 0, *, keeper: bool = False, tier: str = ""
 ) -> tuple[list[dict[str, Any]], str]:
-    """Lines that a training has said, and its start."""
+    """Return the lines that a training has written, and those of its start."""
     process = start_trainer(TRAINING, str(run), method, tier, str(kill_at), str(int(keeper)))
     status, out, err = finish_trainer(process, TIMEOUT_S)
     assert status == (-signal.SIGKILL if kill_at else 0), err
@@ -88,7 +88,8 @@ def test_lowdiff_writes_its_differentials_to_disk(tmp_path: Path) -> None:
 def test_tiercheck_has_exact_gradients_here_and_approximate_ones_there(
     lost: str, tmp_path: Path
 ) -> None:
-    run, tier = tmp_path / "run", str(tmp_path / "store")
+    run = tmp_path / "run"
+    tier = str(tmp_path / "store")
     said, start = trained(run, "tiercheck", 17, keeper=lost == "machine", tier=tier)
     assert f"local memory (exact), {tier} (adaptive); no other node" in start
     if lost == "machine":

@@ -60,7 +60,7 @@ with everstep.Checkpointer(run, {"model": model, "optimizer": optimizer}, **opti
 
 
 def trained(run: Path, options: dict[str, Any], kill_at: int, *, keeper: bool) -> list[Any]:
-    """What a training has said, and whether it was killed as it should."""
+    """Return the lines that a training has written; it must end as expected."""
     options = json.dumps(options)  # type: ignore[assignment]
     process = start_trainer(TRAINING, str(run), options, str(kill_at), str(int(keeper)))  # type: ignore[arg-type]
     status, out, err = finish_trainer(process, TIMEOUT_S)

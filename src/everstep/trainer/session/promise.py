@@ -83,9 +83,9 @@ class PromiseGate(Participant):
         return self._promise.holder in ("peer", "store")
 
     def start(self, service: Service) -> None:
-        """Begin with a keeper, which has sent nothing yet."""
+        """Begin with a keeper, which has sent nothing yet, and holds nothing of this training."""
         self._places = {}
-        self._lacks_base = self._is_elsewhere
+        self._lacks_base = self._is_elsewhere or self._trained_s > 0.0
 
     def restored(self, restored: RestoredState) -> None:
         """Begin at a restored state."""
@@ -93,10 +93,12 @@ class PromiseGate(Participant):
         self._begun_s = None
         self._trained_s = 0.0
         self._ends = deque([(restored.resumed.step, 0.0)])
+        # A base that was restored from memory, say, is in no place that survives the failure.
+        self._lacks_base = self._is_elsewhere or self._safe() < 0
 
     @property
     def needs_base(self) -> bool:
-        """True if no base was taken yet that a new keeper could send."""
+        """True if no base is on its way that could become safe: a step would wait in vain."""
         return self._lacks_base
 
     def base_taken(self, save: Save) -> None:
