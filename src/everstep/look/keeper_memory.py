@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -47,11 +47,14 @@ class KeeperMemory:
 
 
 def read_keeper_memory(
-    filesystem: FileSystem, run: PurePath, run_id: str
+    filesystem: FileSystem, run: PurePath, run_id: str, *, ranks: Collection[int] | None = None
 ) -> tuple[dict[int, KeeperMemory], list[str]]:
     """Return the memory of the keepers of a run on this machine, by rank, and problems in words.
 
     Waits until captures of a killed process that are being written have reached the disk.
+
+    Args:
+        ranks: ranks whose keepers are read; None: all.
     """
     found = dict[int, KeeperMemory]()
     problems = list[str]()
@@ -60,6 +63,8 @@ def read_keeper_memory(
     except KeeperError as error:
         return found, [f"no keeper could be queried: {error.message}"]
     for info in keepers:
+        if ranks is not None and info.rank not in ranks:
+            continue
         try:
             found[info.rank] = _query(info, filesystem, run)
         except EverstepError as error:

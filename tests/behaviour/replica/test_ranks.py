@@ -148,23 +148,28 @@ def test_bases_are_those_of_training_and_training_takes_one(tmp_path: Path, shar
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
-def test_killed_ranks_come_back_to_the_last_step_by_base_and_log(
+def test_killed_ranks_come_back_to_the_last_step_by_their_replicas(
     tmp_path: Path, shared: bool
 ) -> None:
-    """Their replicas are further than the base, perhaps each at another step."""
+    """All replicas are frozen at the step on which the ranks agree: nothing is replayed.
+
+    On a shared folder each rank needs the others' shares, too. Their keepers, which are in no
+    registry here, cannot be found: a base and the log are restored instead.
+    """
     paths = folders(tmp_path, shared)
+    source = (6, 1, "disk") if shared else (7, 0, "memory")
     with kept(paths) as benches:
         with job(paths) as ranks:
             resume(ranks)
             train(ranks, 7)
             wait(ranks)
-            until(lambda: all(b.replicas.step == 7 for b in benches), "step 7")
+            until(lambda: all(b.replicas.step == 6 for b in benches), "step 6")
             die(ranks)
         for _ in range(2):  # the second time without a base of the new start
             with job(paths) as ranks:
                 for one in resume(ranks):
-                    assert (one.step, one.base_step, one.replayed) == (7, 6, 1), one
-                    assert one.exact
+                    assert (one.step, one.exact) == (7, True), one
+                    assert (one.base_step, one.replayed, one.source) == source, one
                 assert all(map(torch.equal, ranks[0].weights, trained(7)))
                 die(ranks)
         with job(paths) as ranks:
@@ -172,6 +177,25 @@ def test_killed_ranks_come_back_to_the_last_step_by_base_and_log(
             check(ranks, 7)
             assert captured(ranks) == [1] * WORLD
     assert committed(paths[0], 4) == [8, 10]
+
+
+def test_a_rank_that_lacks_the_last_step_takes_all_back_by_one(tmp_path: Path) -> None:
+    """The replica of the other has not applied the step that it alone has."""
+    paths = folders(tmp_path, shared=False)
+    with kept(paths) as benches:
+        with job(paths) as ranks:
+            resume(ranks)
+            train(ranks, 6)
+            wait(ranks)
+            train(ranks[:1], 1)
+            until(lambda: (benches[0].log.steps or (0, 0))[1] == 7, "step 7 of rank 0")
+            until(lambda: benches[0].replicas.step == 6, "step 6")
+            die(ranks)
+        with job(paths) as ranks:
+            for one in resume(ranks):
+                assert (one.step, one.base_step, one.replayed) == (6, 6, 0), one
+                assert (one.exact, one.source) == (True, "memory"), one
+            check(ranks, 6)
 
 
 def test_a_rank_whose_replica_has_stopped_captures_its_part(

@@ -90,9 +90,9 @@ def test_nothing_is_begun_behind_the_back_of_who_takes_over(
     with serving(run_folder, filesystem=HookedFileSystem(hook)) as bench:
         ckpt, states, gate = held_at_a_base(bench, World())
 
-        def freezes(self: Replica) -> Any:
+        def freezes(self: Replica, at: int | None = None) -> Any:
             gate.open()
-            return freeze(self)
+            return freeze(self, at)
 
         monkeypatch.setattr(Replica, "freeze", freezes)
         die(ckpt)

@@ -45,13 +45,14 @@ def expected(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Steps:
     return undisturbed(kind, tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [3, 5, 6])
 def test_all_ranks_are_killed(
     tmp_path: Path, made: Made, kind: str, expected: Steps, step: int
 ) -> None:
     job = followed(made, tmp_path, kind)
     job.until_all_die(step)
-    assert came_back(job, expected) == step
+    # Replicas exist from step 4 on, where training waits for their first base.
+    assert came_back(job, expected, by_replicas=step > 4) == step
     assert STEPS in committed(job)
 
 

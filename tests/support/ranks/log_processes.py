@@ -89,7 +89,8 @@ ckpt = everstep.Checkpointer(run, state, **options)
 recovery = ckpt.resume()
 os.environ.pop("EVERSTEP_FAILPOINTS", None)  # keepers that are started later live on
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, shared=digest(),
-    digest=digest(torch.get_rng_state()), base=recovery.base_step, skipped=str(recovery.skipped))
+    digest=digest(torch.get_rng_state()), base=recovery.base_step,
+    replayed=recovery.replayed, source=recovery.source, skipped=str(recovery.skipped))
 for step in range(recovery.step + 1, 8):
     model(torch.randn(16, 32)).square().mean().backward()
     optimizer.step()

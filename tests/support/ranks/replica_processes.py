@@ -104,10 +104,17 @@ def followed(made: Made, folder: Path, kind: str, **options: Any) -> LogJob:
     return made[-1]
 
 
-def came_back(job: LogJob, expected: Steps) -> int:
+def came_back(job: LogJob, expected: Steps, *, by_replicas: bool = False) -> int:
     """The step to which all ranks came back, to go on from it bit for bit; from then on training
-    has captured no base but the first."""
+    has captured no base but the first.
+
+    Args:
+        by_replicas: nothing was replayed, as the replicas of all had that step.
+    """
     said = job.to_the_end()
+    if by_replicas:
+        found = [(lines[0]["source"], lines[0]["replayed"]) for lines in said]
+        assert found == [("memory", 0)] * WORLD
     step = check(said, expected)[0]
     if job.options["method"] == "lowdiff_plus":
         assert [lines[-1]["captured"] for lines in said] == [int(step < STEPS)] * WORLD

@@ -29,7 +29,7 @@ from everstep.keeper.log import records_from_wire
 from everstep.link import Connection
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.messages import identity_from_wire, identity_to_wire
-from everstep.restore.fetch import HeldBase, KeeperContents, PackedSteps, PeerLog
+from everstep.restore.fetch import HeldBase, KeeperContents, PackedSteps, PeerLog, ReplicaReach
 from everstep.restore.fetch.held import PeerCopy, size_of
 from everstep.tiers import MemoryFile
 
@@ -331,7 +331,9 @@ def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Ke
         rows = msgpack.unpackb(bytes(blobs[number]))
         peer_logs += [_log_from_wire(row, arenas[place]) for row in rows]
     served = {number: bytes(record) for number, record in fields.get("served", ())}
-    return KeeperContents(base, tuple(records), copies, tuple(peer_logs), served)
+    reach = fields.get("replica")
+    replica = None if reach is None else ReplicaReach(*reach)
+    return KeeperContents(base, tuple(records), copies, tuple(peer_logs), served, replica)
 
 
 def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:

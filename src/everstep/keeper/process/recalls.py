@@ -40,10 +40,15 @@ class Recalls:
 
     def recall(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
         """Send everything that is in memory to a restarted trainer: the newest base and
-        the logs."""
+        the logs.
+
+        With ``at``, the step on which the ranks have agreed, the base is the replica's at that
+        step, if the replica reaches it.
+        """
         own = bool(message.get("own"))
+        reach = self._replicas.reach
         # First: a replica that goes on would change the memory that is about to be described.
-        self._replicas.freeze(trainer, own=own)
+        self._replicas.freeze(trainer, own=own, at=message.get("at"))
         found = self._newest_capture.recall(trainer.arena, self._audit, own=own)
         logs = self._logs.recall(trainer, own=own)
         recalled, blobs, arenas = self._in_memory(found, logs)
@@ -55,7 +60,7 @@ class Recalls:
             for part in parts_of(blob):
                 trainer.connection.send({"kind": "blob", "number": number, "part": part})
         fds = [arena.fd for arena in arenas if arena.fd is not None]
-        trainer.connection.send({"kind": "recalled", **recalled}, fds)
+        trainer.connection.send({"kind": "recalled", **recalled, "replica": reach}, fds)
 
     def look(self, *, served: bool) -> LookReply:
         """Return the contents of memory for a process that only reads them.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,9 @@ _STEPS_AT_ONCE = 4
 
 More steps per pass over the state are faster; other threads wait for a pass to end.
 """
+
+CATCH_UP_STEPS_MAX = 8
+"""Most steps that the replica of one of several ranks applies while the ranks resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +290,18 @@ class Replica:
         return None if now.base is None else now.base.step
 
     @property
+    def reach(self) -> tuple[int, int] | None:
+        """Step of the state and newest complete step of the log, if the replica of one of several
+        ranks can be frozen at the latter; else None."""
+        state = self._now.state
+        if state is None or self._now.stalled:
+            return None
+        step = int(state.step)
+        # A log that is empty was dropped up to a base that is not newer than the state.
+        _, newest = self._log.steps or (step, step)
+        return (step, max(step, newest)) if step >= newest - CATCH_UP_STEPS_MAX else None
+
+    @property
     def is_frozen(self) -> bool:
         """True while the memory of the state is being read as a base."""
         return self._now.frozen is not None
@@ -360,13 +375,18 @@ class Replica:
             )
         self.access.wake()
 
-    def freeze(self) -> Capture | None:
+    def freeze(self, at: int | None = None) -> Capture | None:
         """Return the state as a base in memory that stays unchanged until :meth:`thaw`; None: no
         state.
 
         Steps that have arrived but are not applied stay in the log.
+
+        Args:
+            at: step up to which the log is applied first; without that step nothing is frozen.
         """
         with self.access.exclusive():
+            if at is not None and not self._reaches(at):
+                return None
             if self._now.frozen is not None or self._now.base is None:
                 return self._now.frozen
             try:
@@ -384,6 +404,21 @@ class Replica:
         """Let the state change again."""
         with self.access.exclusive():
             self._now.frozen = None
+
+    def _reaches(self, at: int) -> bool:
+        """Apply the log up to a step; return True if the state is of that step."""
+        now = self._now
+        if now.frozen is not None:
+            return now.frozen.step == at
+        with self._stops_on_error():
+            while now.state is not None and not now.stalled and now.state.step < at:
+                steps = self._steps_up_to(lambda: [at])
+                if not steps:
+                    break
+                now.state.advance(steps)
+        # Not ``now``: after an error there is another.
+        state = self._now.state
+        return state is not None and not self._now.stalled and int(state.step) == at
 
     def _is_unanswerable(self, request: BaseRequest) -> bool:
         """Return True if there is no state to make a base from, and none is coming.
@@ -479,21 +514,26 @@ class Replica:
                 continue
             more = False
             try:
-                more = self._run_once()
-            except DamageError as error:
-                # The state is good: the damaged record was not applied.
-                self.stop(error, stalled=True)
-            except AuditError as error:
-                self.stop(error)
-            except EverstepError as error:
-                self.stop(error, for_good=True)
-            except Exception as error:
-                internal = EverstepError(
-                    f"internal error in the replica: {error!r}", step=self.step
-                )
-                self.stop(internal, for_good=True)
+                with self._stops_on_error():
+                    more = self._run_once()
             finally:
                 self.access.release(more=more)
+
+    @contextlib.contextmanager
+    def _stops_on_error(self) -> Iterator[None]:
+        """Stop the replica if the log cannot be applied."""
+        try:
+            yield
+        except DamageError as error:
+            # The state is good: the damaged record was not applied.
+            self.stop(error, stalled=True)
+        except AuditError as error:
+            self.stop(error)
+        except EverstepError as error:
+            self.stop(error, for_good=True)
+        except Exception as error:
+            internal = EverstepError(f"internal error in the replica: {error!r}", step=self.step)
+            self.stop(internal, for_good=True)
 
     def _run_once(self) -> bool:
         """Do one pass; return True if there may be more work."""
@@ -536,22 +576,40 @@ class Replica:
         return target is not None and int(self._now.state.step) >= target
 
     def _next_steps(self) -> list[LoggedStep]:
-        """Return the steps to apply now: none after a step with a due base, or with samples."""
+        """Return the steps to apply now: none after a step with a due base, or with samples.
+
+        One of several ranks does not apply its newest step before the next one arrives, or a base
+        of it is due: another rank that dies may lack that step, and all resume from the newest
+        step that all of them have (LowDiff VI-C).
+        """
+        newest = self._log.steps
+        steps = self._steps_up_to(self._ends)
+        target = self._pending.target
+        if self._keeper.is_one_of_several and newest is not None:
+            due = -1 if target is None else target
+            steps = [step for step in steps if step.mark.head.step < max(newest[1], due + 1)]
+        return steps
+
+    def _ends(self) -> list[int]:
+        """Return the steps at which the state is compared, or a base of it is due."""
+        with self.access.changed:
+            step = int(self._now.state.step)
+            ends = [request.step for request in self._pending.unchecked if request.step > step]
+            return ends + ([self._pending.target] if self._pending.target is not None else [])
+
+    def _steps_up_to(self, ends: Callable[[], Collection[int]]) -> list[LoggedStep]:
+        """Return the next steps of the log that fit the state, up to the first of ``ends``."""
         state = self._now.state
         steps = self._log.steps_after(state.step, state.lsn, _STEPS_AT_ONCE)
         # After reading the steps: a request arrives before the steps that follow it.
-        with self.access.changed:
-            ends = [
-                request.step for request in self._pending.unchecked if request.step > state.step
-            ]
-            ends += [self._pending.target] if self._pending.target is not None else []
+        last = ends()
         found = []
         for step in steps:
             if step.mark.head.shape != state.shape:
                 # The state has changed its shape: training takes a new base, which is coming.
                 break
             found.append(step)
-            if step.mark.head.step in ends:
+            if step.mark.head.step in last:
                 break
         return found
 

@@ -58,6 +58,15 @@ class ServedReplica:
         return [self.replica.step, self.replica.applied, size_bytes]
 
     @property
+    def reach(self) -> list[int] | None:
+        """Timeline, step of the state and newest step of the log, for several ranks that resume
+        from the same step; None: the replica cannot be frozen there, or the rank is alone."""
+        if self.replica is None or self._served is None or not self._is_one_of_several:
+            return None
+        reach = self.replica.reach
+        return None if reach is None else [self._served.number, *reach]
+
+    @property
     def arena(self) -> Arena | None:
         """Memory of the replica; None: it has none."""
         return None if self.replica is None else self.replica.arena
@@ -118,20 +127,24 @@ class ServedReplica:
         if self.replica is not None:
             self.replica.failed(base, error)
 
-    def freeze(self, trainer: AttachedTrainer | None, *, own: bool) -> None:
+    def freeze(self, trainer: AttachedTrainer | None, *, own: bool, at: int | None = None) -> None:
         """Freeze the replica's state as the capture that is held for ``trainer``.
 
-        Replicas of several ranks are not frozen: they are at different steps.
+        Replicas of several ranks are at different steps: they are only frozen ``at`` a step on
+        which the ranks have agreed.
 
         Args:
             trainer: process that may resume from it; None: one that only reads it.
             own: True: freeze it even if it is the replica of ``trainer`` itself.
+            at: step up to which the log is applied first.
         """
         if self.replica is None or self._served is None:
             return
-        if (self._served.trainer is trainer and not own) or self._is_one_of_several:
+        if at is None and (
+            self._is_one_of_several or (self._served.trainer is trainer and not own)
+        ):
             return
-        frozen = self.replica.freeze()
+        frozen = self.replica.freeze(at)
         if frozen is None or frozen.arena is None:
             return
         self._frozen_for = trainer

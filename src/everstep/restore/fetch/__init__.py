@@ -19,7 +19,14 @@ Read in this order:
                    memory for that
 """
 
-from everstep.restore.fetch.held import HeldBase, KeeperContents, PackedSteps, PeerLog
+from everstep.restore.fetch.held import (
+    HeldBase,
+    KeeperContents,
+    PackedSteps,
+    PeerLog,
+    ReplicaReach,
+    common_step,
+)
 from everstep.restore.fetch.peers import FetchCopies
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.fetch.start_channel import Meeting, StartChannel
@@ -32,5 +39,7 @@ __all__ = [
     "Meeting",
     "PackedSteps",
     "PeerLog",
+    "ReplicaReach",
     "StartChannel",
+    "common_step",
 ]

@@ -302,6 +302,34 @@ class HeldBase:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaReach:
+    """Steps that the replica of one of several ranks has, and can get from its log.
+
+    Attributes:
+        timeline: timeline of its state.
+        step: step of its state. It can only go forward.
+        newest: newest complete step of its log.
+    """
+
+    timeline: int
+    step: int
+    newest: int
+
+
+def common_step(replicas: Sequence[ReplicaReach | None]) -> int | None:
+    """Return the newest step that the replicas of all ranks can reach; None: there is none.
+
+    Args:
+        replicas: by rank; None: the rank has none.
+    """
+    found = [replica for replica in replicas if replica is not None]
+    if len(found) < len(replicas) or len({replica.timeline for replica in found}) != 1:
+        return None
+    step = min(replica.newest for replica in found)
+    return step if max(replica.step for replica in found) <= step else None
+
+
+@dataclass(frozen=True, slots=True)
 class KeeperContents:
     """Contents of a keeper's memory.
 
@@ -311,6 +339,8 @@ class KeeperContents:
         copies: copies held for other ranks, and bases of this rank that live in memory only.
         logs: steps of other ranks' logs.
         served: bytes of ``timeline.json`` when the keeper began to serve each timeline.
+        replica: the steps of its replica, if the rank is one of several.
+        nearby: bases in the memory of the keepers of other ranks of this machine.
         missed: True if the keeper could not be queried, since it serves another process now.
     """
 
@@ -319,6 +349,8 @@ class KeeperContents:
     copies: tuple[PeerCopy, ...] = ()
     logs: tuple[PeerLog, ...] = ()
     served: Mapping[int, bytes] = field(default_factory=dict)
+    replica: ReplicaReach | None = None
+    nearby: tuple[HeldBase, ...] = ()
     missed: bool = False
 
     def of_history(self, filesystem: FileSystem, run: PurePath) -> KeeperContents:
@@ -352,7 +384,8 @@ class KeeperContents:
         )
         base = None if self.base is None or self.base.id.timeline >= first else self.base
         records = tuple(record for record in self.records if record.head.timeline < first)
-        return replace(mine, base=base, records=records)
+        replica = None if self.replica is None or self.replica.timeline >= first else self.replica
+        return replace(mine, base=base, records=records, replica=replica)
 
     @property
     def newest(self) -> HeldBase | None:

@@ -116,6 +116,7 @@ class RankSources:
         # (KeeperContents.of_history).
         if self._held is not None and self._held.id.timeline in inventory.timelines:
             held.append((self._held.marker, "memory"))
+            held += [(one.marker, "memory") for one in self._request.recalled.nearby]
         mine = [one for one in self._fetched if one.is_of(inventory)]
         held += [(one.held.marker, one.tier) for one in mine]
         offer = offer_of(
@@ -216,7 +217,8 @@ class RankSources:
     def _at(self, source: Source, marker: Marker) -> list[Place]:
         if source.tier in VOLATILE_TIERS:
             held = [one.held for one in self._fetched if one.tier == source.tier]
-            held += [self._held] if self._held and source.tier == "memory" else []
+            if self._held is not None and source.tier == "memory":
+                held += [self._held, *self._request.recalled.nearby]
             return [Place(source, one) for one in held if one.marker == marker]
         if source.tier == "disk":
             return [Place(source, self._request.seams.filesystem, self._meeting.disks[source.rank])]

@@ -24,7 +24,7 @@ from everstep.keeper.persist import JobLink, Timeline
 from everstep.link import BackgroundChannel
 from everstep.link.messages import JobSession, KeeperStats, add_stats, mailbox_error
 from everstep.link.pool import CapturePool
-from everstep.restore.fetch import KeeperContents
+from everstep.restore.fetch import HeldBase, KeeperContents
 from everstep.run.fence import Fence
 from everstep.seams import Clock
 from everstep.seams.mailbox import ReservedPort, TcpMailbox
@@ -287,6 +287,25 @@ class Keepers:
                 raise
             _log.warning("%s", remote.lost)
             return KeeperContents(missed=is_there(terms.run, terms.run_id, terms.ranks.rank))
+
+    def freeze_replica(self, step: int) -> HeldBase | None:
+        """Return the state of the replica at a step on which all ranks have agreed.
+
+        The memory stays unchanged until this process records a log of its own.
+
+        Returns:
+            The state; None if the replica does not reach the step, or does not have the bits of
+            training there.
+        """
+        remote = self._remote
+        if remote is None:
+            return None
+        try:
+            base = remote.recall(self.terms.timeout_s, at=step).base
+        except KeeperError as error:
+            _log.warning("the replica is not used: %s", error.message)
+            return None
+        return base if base is not None and base.id.step == step and base.marker.exact else None
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Open the keeper's mailbox for the keepers of other ranks; return its address.

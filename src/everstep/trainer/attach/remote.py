@@ -263,16 +263,19 @@ class RemoteKeeper:
         """
         self._request({"kind": "settle"}, "settled", timeout_s)
 
-    def recall(self, timeout_s: float, *, own: bool = False) -> KeeperContents:
+    def recall(
+        self, timeout_s: float, *, own: bool = False, at: int | None = None
+    ) -> KeeperContents:
         """Return the newest base in the keeper's memory, if any, and the records of its log.
 
         Args:
             own: True to include captures of this very process.
+            at: step at which the replica is frozen, if it reaches it; it then is that base.
 
         Raises:
             KeeperError, DeadlineError: See :meth:`settle`.
         """
-        reply, fds = self._request({"kind": "recall", "own": own}, "recalled", timeout_s)
+        reply, fds = self._request({"kind": "recall", "own": own, "at": at}, "recalled", timeout_s)
         self._recalled = self._recalled or bool(fds)
         try:
             # The arenas keep duplicates of the descriptors.
