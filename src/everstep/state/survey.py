@@ -27,7 +27,7 @@ from everstep.state.ownership import (
     assign_owners,
     memory_of,
 )
-from everstep.state.values.objects import Encoded, encode, unsupported_leaves
+from everstep.state.values.objects import Encoded, encode, encode_plain, unsupported_leaves
 from everstep.state.values.tensors import (
     LocalShard,
     is_dtensor,
@@ -231,6 +231,13 @@ class SectionContents:
     blocks: tuple[TensorBlock, ...]
     tree: object
     holding: OwnedMemory | None = None
+
+
+def encoded_contents(value: object) -> SectionContents | None:
+    """Return the contents of plain data, already encoded; None for a value that
+    :func:`inspect_tree` has to inspect."""
+    data = encode_plain(value)
+    return None if data is None else SectionContents((_EMPTY,), Encoded(data))
 
 
 def inspect_tree(value: object, section: str, before: Sequence[TensorBlock]) -> SectionContents:

@@ -25,6 +25,7 @@ from everstep.state.layout.entries import RNG_SECTION
 from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference, same_memory
 from everstep.state.survey import DeferredTree, SectionContents, TensorBlock
 from everstep.state.values.generators import (
+    GENERATORS,
     GeneratorState,
     RngStates,
     capture_rng,
@@ -36,7 +37,7 @@ from everstep.state.values.generators import (
     state_of,
     why_not_made,
 )
-from everstep.state.values.objects import MAX_DEPTH, TensorRef, join_path
+from everstep.state.values.objects import MAX_DEPTH, TensorRef, join_path, kinds_within
 from everstep.state.values.tensors import address_of
 
 _IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -147,7 +148,8 @@ class PlainProvider(Provider):
         held = self._held() if live else bool
         plan = RestorePlan(saved.tree)
         self._there = self._places()
-        for name, trained in zip(live, _trained_flags(value), strict=True):
+        flags = _trained_flags(value) if live else ()
+        for name, trained in zip(live, flags, strict=True):
             tensor = live[name]
             if not (trained or isinstance(value, torch.Tensor) or held(tensor)):
                 if self._fits(saved, name, tensor):
@@ -159,7 +161,9 @@ class PlainProvider(Provider):
             if problem:
                 plan.mismatches.append((name, problem))
             plan.in_place[name] = tensor
-        plan.mismatches += _generator_mismatches(value, saved.tree, self.section)
+        kinds = kinds_within(value) | kinds_within(saved.tree)
+        if not kinds.isdisjoint(GENERATORS | {GeneratorState}):
+            plan.mismatches += _generator_mismatches(value, saved.tree, self.section)
         return RestorePlan.without(plan.mismatches) if plan.mismatches else plan
 
     def _fits(self, saved: Saved, name: str, tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from everstep.state.layout import Entry
-from everstep.state.survey import SectionContents, TensorBlock, inspect_tree
+from everstep.state.survey import SectionContents, TensorBlock, encoded_contents, inspect_tree
 from everstep.state.values.tensors import local_tensor, tensor_entry
 
 
@@ -34,12 +34,17 @@ class Provider:
     def look(self) -> SectionContents:
         """Return the current contents of the section, reusing unchanged ones.
 
-        Here it is collected anew each time, as most sections are small.
+        Here it is collected anew each time. Most sections are small; large ones are plain data,
+        which compiled code encodes.
 
         Raises:
             UnsupportedStateError: some leaves cannot be stored; lists all of them.
         """
-        return self._look_at(self.collect())
+        collected = self.collect()
+        if (part := encoded_contents(collected)) is not None:
+            self._blocks = part.blocks
+            return part
+        return self._look_at(collected)
 
     def _look_at(self, collected: Any) -> SectionContents:
         part = inspect_tree(collected, self.section, self._blocks)

@@ -40,6 +40,10 @@ class GeneratorState:
         return f"<state of {self.kind}, {len(self.data)} bytes>"
 
 
+GENERATORS = frozenset((np.random.Generator, np.random.RandomState, torch.Generator, random.Random))
+"""Types of generators whose state can be taken, if their algorithm is known."""
+
+
 def is_generator(value: object) -> bool:
     """Return True if a value is a generator whose state can be taken and set again."""
     kind = type(value)

@@ -52,6 +52,7 @@ Explain why an object cannot be stored, and suggest a form that can.
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections import Counter, OrderedDict, deque
@@ -60,6 +61,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import compress
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -191,6 +193,7 @@ def _is_named_plainly(value: Mapping[Any, Any]) -> bool:
 MAX_DEPTH: Final = 100
 """Maximum number of nested containers, when encoding and when decoding."""
 
+_BULK_BYTES = 1024  # below this compiled code is not faster
 _BIN_BYTES_MAX = 2**32 - 1  # msgpack's longest bin and str
 _NATIVE = FIXED | {str, bytes}
 _HOSTILE = (ValueError, TypeError, OverflowError, RuntimeError, IndexError, msgpack.OutOfData)
@@ -238,6 +241,54 @@ def encode(value: object, name: str = "object", *, checked: bool = False) -> byt
     return b"".join(_pieces(value, msgpack.Packer(strict_types=True)))
 
 
+def encode_plain(value: object) -> bytes | None:
+    """Return what :func:`encode` returns, made by compiled code; None for a value that has to be
+    searched and encoded piece by piece: one with tensors, sets or unsupported leaves, for example.
+
+    This is for the training thread, which takes a copy of all plain data at each save: a copy made
+    in Python, and the search of :func:`unsupported_leaves`, take some twenty times as long.
+    """
+    if not _is_packable(value):
+        return None
+    packer = msgpack.Packer(strict_types=True, default=_components)
+    try:
+        data: bytes = packer.pack(value)
+    # Whatever a leaf raises: encode() meets it again, and names it.
+    except Exception:
+        return None
+    return data
+
+
+def _is_packable(value: object) -> bool:
+    """Return True if msgpack packs a value as :func:`_pieces` does, but for its leaves.
+
+    The containers of a level are replaced by their contents, level by level. msgpack itself would
+    take a bytearray for bytes, and an ExtType of the user for a tag, and has another limit of
+    depth.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        found = set(map(type, level))
+        if found <= _NATIVE:
+            return True
+        if not found <= _PACKED:
+            return False
+        level = _next_level(level)
+    return False
+
+
+def _components(value: Any) -> list[Any]:
+    """Return a tagged value as a list that msgpack packs.
+
+    Raises:
+        TypeError: it cannot be stored.
+    """
+    form = _BY_TYPE[type(value)]
+    if form.tag >= _LEAF_TAG and _leaf_problem(value) is not None:
+        raise TypeError
+    return [_MARKERS[form.tag], *form.parts(value)]
+
+
 def decode(data: bytes | memoryview) -> object:
     """Return the value that :func:`encode` was given.
 
@@ -246,8 +297,11 @@ def decode(data: bytes | memoryview) -> object:
     Raises:
         FormatError: the bytes were not written by :func:`encode`.
     """
+    data = bytes(data)
+    if len(data) >= _BULK_BYTES and (found := _decode_plain(data)) is not None:
+        return found[0]
     try:
-        return _Reader(bytes(data)).read()
+        return _Reader(data).read()
     except _HOSTILE as error:
         ends = isinstance(error, (IndexError, msgpack.OutOfData))
         reason = "they end too early" if ends else str(error)
@@ -282,6 +336,55 @@ def join_path(parent: str, key: object) -> str:
         text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     text = text.replace("~", "~0").replace("/", "~1")
     return f"{parent}/{text}" if parent else text
+
+
+def _decode_plain(data: bytes) -> tuple[object] | None:
+    """Return the value that :func:`encode_plain` has encoded, made by compiled code; None for
+    other bytes, which :class:`_Reader` has to read, or to refuse."""
+    sizes = {f"max_{kind}_len": len(data) for kind in ("str", "bin", "array", "map")}
+    try:
+        # Before anything is allocated: every element that a length field announces is there.
+        tokens = msgpack.Unpacker(max_buffer_size=len(data) or 1, max_ext_len=0, **sizes)
+        tokens.feed(data)
+        tokens.skip()
+        value: object = msgpack.unpackb(
+            data, strict_map_key=False, list_hook=_untagged, max_ext_len=0, **sizes
+        )
+    except Exception:
+        return None
+    # Only these bytes have this meaning: not those of a key that is there twice, for example.
+    return (value,) if encode_plain(value) == data else None
+
+
+def _untagged(parts: list[Any]) -> object:
+    """Return the value of an array: itself, or what it is as a tagged value."""
+    if not parts or type(parts[0]) is not msgpack.ExtType:
+        return parts
+    return _BY_TAG[parts[0].code].build(parts[1:])
+
+
+def kinds_within(value: object) -> frozenset[type]:
+    """Return the types of a value, of all containers in it, and of what these hold.
+
+    Raises:
+        UnsupportedStateError: containers are nested too deeply, or contain themselves.
+    """
+    kinds: set[type] = set()
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return frozenset(kinds)
+        kinds.update(map(type, level))
+        level = _next_level(level)
+    reason = f"nested more than {MAX_DEPTH} levels deep, or contains itself"
+    raise UnsupportedStateError(reason, leaves=(("", reason),))
+
+
+def _next_level(level: list[object]) -> list[object]:
+    """Return what the containers in a list refer to."""
+    containers = compress(level, map(_CONTAINERS.__contains__, map(type, level)))
+    # Each once: a container that contains itself twice would double each level.
+    return gc.get_referents(*{id(container): container for container in containers}.values())
 
 
 class _Form(NamedTuple):
@@ -396,6 +499,8 @@ def _build_device(parts: list[Any]) -> object:
     return device
 
 
+_LEAF_TAG = 32  # tags from here on are of scalars
+
 _FORMS = (
     _Form(1, "tuple", tuple, list, tuple),
     _Form(2, "set", set, list, partial(_build_unique, set)),
@@ -423,7 +528,16 @@ _FORMS = (
 _MARKERS = {form.tag: msgpack.ExtType(form.tag, b"") for form in _FORMS}
 _BY_TAG = {form.tag: form for form in _FORMS}
 _BY_TYPE = {form.kind: form for form in _FORMS} | dict.fromkeys(_NUMPY_SCALARS, _BY_TAG[36])
-_CONTAINERS = {form.kind for form in _FORMS if form.tag < 32} | {list, dict}
+_CONTAINERS = {form.kind for form in _FORMS if form.tag < _LEAF_TAG} | {list, dict}
+
+# Without sets, whose members are sorted, and bytearrays, which msgpack packs as bytes.
+_PACKED = (_NATIVE | _BY_TYPE.keys() | {list, dict}) - {
+    set,
+    frozenset,
+    bytearray,
+    TensorRef,
+    GeneratorState,
+}
 
 TAGS: Mapping[str, int] = MappingProxyType({form.name: form.tag for form in _FORMS})
 """Ext code of each tagged type, as in the table above."""

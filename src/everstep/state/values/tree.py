@@ -26,12 +26,20 @@ from everstep.state.values.generators import (
     set_state,
     state_of,
 )
-from everstep.state.values.objects import MAX_DEPTH, TensorRef, decode, encode, join_path
+from everstep.state.values.objects import (
+    MAX_DEPTH,
+    TensorRef,
+    decode,
+    encode,
+    join_path,
+    kinds_within,
+)
 from everstep.state.values.tensors import is_dtensor
 
 _IMMUTABLE = frozenset(
     (type(None), bool, int, float, complex, str, bytes, TensorRef, GeneratorState)
 )
+_CONSTANTS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _NESTED = frozenset((dict, OrderedDict, Counter, list, tuple, deque, slice))
 
 
@@ -135,9 +143,13 @@ def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> object:
         return tensors[tree.name]
     if type(tree) in (dict, OrderedDict):  # not a Counter, which would count the pairs
         assert isinstance(tree, dict)
+        if _CONSTANTS.issuperset(map(type, tree.values())):
+            return tree.copy()
         return type(tree)((key, join(item, tensors)) for key, item in tree.items())
     if type(tree) in (list, tuple):
         assert isinstance(tree, (list, tuple))
+        if _CONSTANTS.issuperset(map(type, tree)):
+            return type(tree)(tree)
         return type(tree)(join(item, tensors) for item in tree)
     if isinstance(tree, GeneratorState):
         generator = new_generator(tree.kind)
@@ -148,16 +160,22 @@ def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> object:
 
 def references(tree: object) -> Iterator[str]:
     """Yield the names of all tensors that ``tree`` refers to, in order."""
+    # Most objects of a large tree refer to none.
+    if TensorRef in kinds_within(tree):
+        yield from _references(tree)
+
+
+def _references(tree: object) -> Iterator[str]:
     if isinstance(tree, TensorRef):
         yield tree.name
     elif type(tree) in (dict, OrderedDict):
         assert isinstance(tree, dict)
         for item in tree.values():
-            yield from references(item)
+            yield from _references(item)
     elif type(tree) in (list, tuple):
         assert isinstance(tree, (list, tuple))
         for item in tree:
-            yield from references(item)
+            yield from _references(item)
 
 
 def find_referrers(values: Iterable[object], *kinds: type, depth: int) -> list[Any]:

@@ -6,6 +6,7 @@ Runs in the training process. Read in this order:
 - ``job``: one rank of a job: its folder, its exchanges with the others, and one start of all ranks.
 - ``run_folder``: opens the run folders of all ranks as the same run, with the same options; decides
   which node's memory holds whose copies.
+- ``memory``: bases that only the memory of keepers has: those of frozen replicas of all ranks.
 - ``promised``: the options of a process; those that keep a promise.
 """
 

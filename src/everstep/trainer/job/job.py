@@ -10,7 +10,6 @@ that belong to this start only. Finally every rank reports the data it has read.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,20 +19,11 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from everstep.commit import BaseId
 from everstep.commit.job import Choice, Needs, Offer
 from everstep.commit.job.messages import StartFailed
 from everstep.errors import DeadlineError
 from everstep.link.messages import JobSession, mailbox_error
-from everstep.look.keeper_memory import read_keeper_memory
-from everstep.restore.fetch import (
-    FetchCopies,
-    HeldBase,
-    Meeting,
-    ReplicaReach,
-    StartChannel,
-    common_step,
-)
+from everstep.restore.fetch import FetchCopies, Meeting, StartChannel
 from everstep.restore.fetch.peers import FetchResult, OfferExtras, fetch_from_peers, run_file_opener
 from everstep.restore.fetch.start_channel import failure_reason, remote_failure
 from everstep.restore.start import (
@@ -55,6 +45,7 @@ from everstep.state.training_state import State
 from everstep.tiers import PeerOptions, TierOptions
 from everstep.trainer.attach.attach import orphaned_logs
 from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.job.memory import memory_of, with_memory
 from everstep.trainer.job.run_folder import SharedRun, open_shared_run, refuse_other_calls
 
 _T = TypeVar("_T")
@@ -205,7 +196,8 @@ class Job:
                 strict=all(message["strict"] for message in found),
             )
             shared = [bool(message["shared"]) for message in found]
-            request = self._with_memory(request, keeper, found)
+            near = run.ranks_with_memory_of(rank)
+            request = with_memory(request, keeper, self.exchange, found, run.run_id, rank, near)
             needs = needs_on_disk(request.state, run.disks, shared)
             resumed, choice = resume_all_ranks(
                 request,
@@ -269,49 +261,10 @@ class Job:
             "keeper": keeper.listen(self._group.host),
             "shared": request.state.is_shared(),
             "strict": request.strict,
-            "replica": _wire_of_replica(request),
-            "held": _wire_of_held(request),
+            **memory_of(request),
             "fingerprint": fingerprint(),
             "error": None,
         }
-
-    def _with_memory(
-        self, request: ResumeRequest, keeper: Keepers, found: Sequence[Mapping[str, Any]]
-    ) -> ResumeRequest:
-        """Add the states of the replicas of all ranks, frozen at the newest step that all reach,
-        and the shares that other ranks of this machine have of the base in this rank's memory.
-
-        Then nothing is replayed. If not all ranks reach such a step, bases and logs are restored.
-
-        Args:
-            found: message of each rank.
-        """
-        replicas = [message["replica"] for message in found]
-        step = common_step([None if one is None else ReplicaReach(*one) for one in replicas])
-        held = [message["held"] for message in found]
-        if step is not None:
-            base = keeper.freeze_replica(step)
-            frozen = self.exchange("freeze their replicas", {"held": _wire_of_base(base)})
-            if base is not None and all(message["held"] for message in frozen):
-                held = [message["held"] for message in frozen]
-                request = replace(request, recalled=replace(request.recalled, base=base))
-        is_shared = any(message["shared"] for message in found)
-        if is_shared and held[0] is not None and held.count(held[0]) == len(held):
-            nearby = self._nearby(request, BaseId(*held[0]))
-            request = replace(request, recalled=replace(request.recalled, nearby=nearby))
-        return request
-
-    def _nearby(self, request: ResumeRequest, base: BaseId) -> tuple[HeldBase, ...]:
-        """Return the shares of a base in the memory of keepers of the other ranks of this machine.
-
-        Where ranks share tensors, each writes a part of them, and all read all parts.
-        """
-        near = self.shared.ranks_with_memory_of(self.info.rank)
-        memory, _ = read_keeper_memory(
-            request.seams.filesystem, request.run, self.shared.run_id, ranks=near
-        )
-        held = [one.recalled.base for rank, one in memory.items() if rank != self.info.rank]
-        return tuple(one for one in held if one is not None and one.id == base)
 
     def _fetch(self, request: ResumeRequest, needs: Needs) -> FetchCopies | None:
         """Return the function that fetches copies from other nodes; None if no rank has any."""
@@ -383,21 +336,6 @@ class Job:
             return TcpMailbox(host)
         except OSError as error:
             raise mailbox_error(host, 0, error) from error
-
-
-def _wire_of_replica(request: ResumeRequest) -> tuple[int, int, int] | None:
-    replica = request.recalled.replica if request.restores and request.step is None else None
-    return None if replica is None else dataclasses.astuple(replica)
-
-
-def _wire_of_held(request: ResumeRequest) -> list[int] | None:
-    """Return the id of the base that only the memory of this rank's keeper has."""
-    base = request.recalled.base
-    return None if base is None or base.durable or not request.restores else _wire_of_base(base)
-
-
-def _wire_of_base(base: HeldBase | None) -> list[int] | None:
-    return None if base is None else [base.id.timeline, base.id.step]
 
 
 def _address(message: Sequence[Any]) -> tuple[str, int]:

@@ -1,0 +1,81 @@
+"""Bases that only the memory of keepers has, when several ranks resume.
+
+A base that is no longer, or not yet, on disk can be restored if the keepers of all ranks hold it.
+Replicas (LowDiff VI-C) stand at different steps: the ranks agree on the newest step that all of
+them can reach, and each keeper freezes its replica there. Ranks that share tensors write a part of
+them each, and read all parts: those of the other ranks from the keepers of their machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from everstep.commit import BaseId
+from everstep.look.keeper_memory import read_keeper_memory
+from everstep.restore.fetch import HeldBase, ReplicaReach, common_step
+from everstep.restore.start import ResumeRequest
+from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.job.run_folder import Exchange
+
+
+def memory_of(request: ResumeRequest) -> dict[str, Any]:
+    """Return what this rank tells the others about the memory of its keeper, as message fields."""
+    replica = request.recalled.replica if request.step is None else None
+    base = request.recalled.base
+    only_here = None if base is None or base.durable else base
+    if not request.restores:
+        return {"replica": None, "held": None}
+    return {
+        "replica": None if replica is None else dataclasses.astuple(replica),
+        "held": _id_to_wire(only_here),
+    }
+
+
+def with_memory(
+    request: ResumeRequest,
+    keeper: Keepers,
+    exchange: Exchange,
+    found: Sequence[Mapping[str, Any]],
+    run_id: str,
+    rank: int,
+    near: Collection[int],
+) -> ResumeRequest:
+    """Add the states of the replicas, frozen at the newest step that all ranks reach, and the
+    shares that other ranks of this machine have of the base in this rank's memory.
+
+    Then nothing is replayed. If not all ranks reach such a step, bases and logs are restored.
+
+    Args:
+        exchange: sends a message to all ranks, and returns theirs.
+        found: message of each rank, with the fields of :func:`memory_of`.
+        near: ranks of this machine.
+    """
+    replicas = [message["replica"] for message in found]
+    step = common_step([None if one is None else ReplicaReach(*one) for one in replicas])
+    held = [message["held"] for message in found]
+    if step is not None:
+        base = keeper.freeze_replica(step)
+        frozen = exchange("freeze their replicas", {"held": _id_to_wire(base)})
+        if base is not None and all(message["held"] for message in frozen):
+            held = [message["held"] for message in frozen]
+            request = replace(request, recalled=replace(request.recalled, base=base))
+    is_shared = any(message["shared"] for message in found)
+    if is_shared and held[0] is not None and held.count(held[0]) == len(held):
+        nearby = _shares_nearby(request, BaseId(*held[0]), run_id, [r for r in near if r != rank])
+        request = replace(request, recalled=replace(request.recalled, nearby=nearby))
+    return request
+
+
+def _shares_nearby(
+    request: ResumeRequest, base: BaseId, run_id: str, ranks: Collection[int]
+) -> tuple[HeldBase, ...]:
+    memory, _ = read_keeper_memory(request.seams.filesystem, request.run, run_id, ranks=ranks)
+    held = [one.recalled.base for one in memory.values()]
+    return tuple(one for one in held if one is not None and one.id == base)
+
+
+def _id_to_wire(base: HeldBase | None) -> list[int] | None:
+    return None if base is None else [base.id.timeline, base.id.step]
