@@ -32,7 +32,7 @@ from everstep.seams.group import own_rank
 from everstep.seams.progress import log_or_print
 from everstep.state.ownership import DeclaredUpdate, OwnershipRules
 from everstep.state.training_state import State
-from everstep.tiers import PeerOptions, TierOptions
+from everstep.tiers.options import Place
 from everstep.trainer.job import RunPlace, checked_places, options_of
 from everstep.trainer.session.calls import (
     CallGuard,
@@ -112,7 +112,7 @@ class Checkpointer:
             it covers, and is deterministic.
         static: patterns of entries that never change. A change is an error.
         tiers: additional places for copies of the bases: URLs (``"s3://bucket/prefix"``,
-            ``"gs://..."``, ``"az://..."``), directories on other disks, or
+            ``"gs://..."``, ``"az://..."``), directories on other disks, tiers of your own, or
             :class:`~everstep.TierOptions`. With several ranks also ``"peer"`` or
             :class:`~everstep.PeerOptions`: the memory of the keeper of the same local rank on the
             next node. The keeper makes the copies in the background. :meth:`resume` reads from them
@@ -147,7 +147,7 @@ class Checkpointer:
         log: LogOptions | None = None,
         declared: Sequence[str] | Mapping[str, DeclaredUpdate | None] = (),
         static: Sequence[str] = (),
-        tiers: Sequence[str | PurePath | TierOptions | PeerOptions] = (),
+        tiers: Sequence[Place] = (),
         preempt: bool | Preemption = False,
         seams: Seams | None = None,
     ) -> None:

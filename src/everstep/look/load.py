@@ -30,7 +30,7 @@ from everstep.restore.start.report import evidence
 from everstep.run import Skipped, scan_run
 from everstep.run.folder import run_path
 from everstep.run.verify import describe_audit
-from everstep.seams import FileSystem, PosixFileSystem
+from everstep.seams import FileSystem, PosixFileSystem, SystemClock
 from everstep.seams.processes import available_cores
 from everstep.state.layout import OBJECT_PREFIX, Entry
 from everstep.state.providers import ModuleProvider, OptimizerProvider
@@ -368,9 +368,11 @@ class Place:
             OptionError: not a path, nor a known URL.
             UnavailableError: the library that reads it is not installed.
         """
-        where = path.where if isinstance(path, TierOptions) else path
+        given = path if isinstance(path, TierOptions) else None
+        where: str | os.PathLike[str] = path.where if isinstance(path, TierOptions) else path
         if isinstance(where, str) and is_url(where):
-            tier = open_tier(where, PosixFileSystem())
+            files = PosixFileSystem()
+            tier = open_tier(where, files) if given is None else given.open(files, SystemClock())
             root = UrlPath(tier.url)
             return cls(TierFileSystem(tier, root), root, tier.traits.kind)
         return cls(PosixFileSystem(), run_path(where), "disk")
@@ -382,7 +384,8 @@ class Place:
         """
         memory = dict[int, KeeperMemory]()
         problems = list[str]()
-        run = None if self.source == "object" else scan_run(self.filesystem, self.run).run
+        in_tier = isinstance(self.filesystem, TierFileSystem)
+        run = None if in_tier else scan_run(self.filesystem, self.run).run
         if run is not None:
             memory, problems = read_keeper_memory(self.filesystem, self.run, run)
         recalled = {rank: one.recalled for rank, one in memory.items()}

@@ -4,15 +4,20 @@ name.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
+from operator import attrgetter
 from pathlib import PurePath, PurePosixPath
+from typing import Any, TypeAlias, cast
 
 from everstep.config import is_int, is_number
 from everstep.config.given import checked, is_sequence
-from everstep.errors import OptionError
+from everstep.errors import OptionError, UnavailableError
 from everstep.seams import Clock, FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.disk_tier import DiskTier
@@ -26,6 +31,7 @@ Approximate: eight bits per element of small tensors, the largest elements of la
 """
 
 _YEAR_S = 366 * 86_400.0
+_VOLATILE_KINDS = ("memory", "peer")
 
 
 def _check_log(kind: str, log: object, ratio: object, int8_below: object) -> None:
@@ -43,8 +49,9 @@ class TierOptions:
     """A place that keeps copies of committed bases.
 
     Attributes:
-        where: ``"s3://bucket/prefix"``, ``"gs://bucket/prefix"``, ``"az://container/prefix"``, or
-            the absolute path of a directory on another disk.
+        where: ``"s3://bucket/prefix"``, ``"gs://bucket/prefix"``, ``"az://container/prefix"``,
+            the absolute path of a directory on another disk, or a :class:`Tier` of your own (see
+            ``docs/TIERS.md``), of which the URL is kept.
         every_s: minimum seconds between two copies; the newest base is copied.
         keep: number of copies to keep; None: as many as bases.
         log: form of log copies, made in the background: ``"none"``, ``"whole"`` (exact), or
@@ -53,6 +60,8 @@ class TierOptions:
         log_steps: minimum steps per segment (TierCheck uses 5).
         log_ratio: for ``log="adaptive"``: fraction of a large gradient's elements that is kept.
         log_int8_below: gradients with fewer elements than this are small (TierCheck: 100,000).
+        opens: class of a tier of your own, as ``"module:Class"``; called with the URL.
+        module_dir: directory from which a keeper process imports that module.
     """
 
     where: str
@@ -62,10 +71,17 @@ class TierOptions:
     log_steps: int = 5
     log_ratio: float = 0.01
     log_int8_below: int = 100_000
+    opens: str = ""
+    module_dir: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.where, PurePath):
             object.__setattr__(self, "where", str(self.where))
+        own: Any = self.where
+        if not isinstance(own, str) and callable(getattr(own, "put", None)):
+            object.__setattr__(self, "opens", _name_of_class(own))
+            object.__setattr__(self, "module_dir", _module_dir(type(own).__module__))
+            object.__setattr__(self, "where", own.url)
         if not isinstance(self.where, str) or not self.where:
             raise OptionError(f"a tier must be a URL or a directory, not {self.where!r}")
         if not is_number(self.every_s) or not 0 <= self.every_s <= _YEAR_S:
@@ -75,6 +91,12 @@ class TierOptions:
         _check_log("TierOptions", self.log, self.log_ratio, self.log_int8_below)
         if not is_int(self.log_steps) or self.log_steps < 1:
             raise OptionError(f"TierOptions.log_steps must be at least 1, not {self.log_steps!r}")
+
+    def open(self, filesystem: FileSystem, clock: Clock) -> Tier:
+        """Return the tier; see :func:`open_tier`."""
+        return open_tier(
+            self.where, filesystem, clock=clock, opens=self.opens, module_dir=self.module_dir
+        )
 
 
 @checked
@@ -115,9 +137,13 @@ class PeerOptions:
             raise OptionError(f"PeerOptions.emulated_node must be a name, not {node!r}")
 
 
+Place: TypeAlias = "str | PurePath | Tier | TierOptions | PeerOptions"
+"""An item of ``tiers=``."""
+
+
 def split_peers(
-    tiers: Sequence[str | PurePath | TierOptions | PeerOptions], method_tiers: Sequence[str] = ()
-) -> tuple[list[str | TierOptions], PeerOptions | None]:
+    tiers: Sequence[Place], method_tiers: Sequence[str] = ()
+) -> tuple[list[str | Tier | TierOptions], PeerOptions | None]:
     """Split ``tiers=`` into places and peer options; None: no peers.
 
     Args:
@@ -141,8 +167,14 @@ def split_peers(
     return rest, peers[0] if peers else implied
 
 
+def as_options(place: str | PurePath | Tier | TierOptions) -> TierOptions:
+    """Return the options of a place."""
+    given: Any = place
+    return given if isinstance(given, TierOptions) else TierOptions(given)
+
+
 def validate_tiers(
-    tiers: Sequence[str | TierOptions],
+    tiers: Sequence[str | Tier | TierOptions],
     keep: int,
     peers: PeerOptions | None = None,
     *,
@@ -157,7 +189,7 @@ def validate_tiers(
     Raises:
         OptionError: log copies were requested without a log.
     """
-    found = [one if isinstance(one, TierOptions) else TierOptions(one) for one in tiers]
+    found = [as_options(one) for one in tiers]
     forms = [one.log for one in found] + ([peers.log] if peers is not None else [])
     # PeerOptions.log is "whole" by default, so only "adaptive" shows that the user wants it.
     if not logs and ("adaptive" in forms or any(one.log != "none" for one in found)):
@@ -167,6 +199,9 @@ def validate_tiers(
         )
     return tuple(replace(one, every_s=float(one.every_s), keep=one.keep or keep) for one in found)
 
+
+ENTRY_POINTS = "everstep.tiers"
+"""Group of entry points: each names a URL scheme, and the class of its tiers."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _ONE_SLASH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
@@ -186,20 +221,84 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
-def open_tier(where: str, filesystem: FileSystem, *, clock: Clock | None = None) -> Tier:
+def _name_of_class(tier: Tier) -> str:
+    """Return the class of a user's tier as ``module:Class``.
+
+    Raises:
+        OptionError: a keeper process cannot open the tier.
+    """
+    kind = type(tier)
+    hint = (
+        "the keeper process opens the tier again, by its class and URL: put the class into a "
+        'module that can be imported, and let its url be like "name://place"; see docs/TIERS.md'
+    )
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise OptionError(f"{kind.__qualname__} cannot be imported by another process", hint=hint)
+    if tier.traits.kind in _VOLATILE_KINDS:
+        raise OptionError(
+            f"a tier of kind {tier.traits.kind!r} cannot keep copies: it ends with its process",
+            hint=hint,
+        )
+    if not isinstance(tier.url, str) or not is_url(tier.url):
+        raise OptionError(f"the url of {kind.__qualname__} is {tier.url!r}, no URL", hint=hint)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _module_dir(module: str) -> str:
+    """Return the directory from which a module, or the package that contains it, is imported."""
+    package = module.partition(".")[0]
+    file = getattr(sys.modules[package], "__file__", None)
+    if file is None:  # a namespace package
+        return str(PurePath(next(iter(sys.modules[package].__path__))).parent)
+    path = PurePath(file)
+    return str(path.parent.parent if path.stem == "__init__" else path.parent)
+
+
+def _tier_class(opens: str, module_dir: str) -> Callable[[str], Tier]:
+    """Return the class of a user's tier.
+
+    Raises:
+        UnavailableError: it cannot be imported.
+    """
+    module, _, name = opens.partition(":")
+    try:
+        if module_dir and module_dir not in sys.path:
+            sys.path.append(module_dir)
+        return cast("Callable[[str], Tier]", attrgetter(name)(importlib.import_module(module)))
+    # A user's module may raise anything.
+    except Exception as error:
+        raise UnavailableError(
+            f"the class of a tier cannot be imported: {opens}: {error!r}",
+            hint=f"make {module} importable for the keeper process ({sys.executable})",
+        ) from error
+
+
+def open_tier(
+    where: str,
+    filesystem: FileSystem,
+    *,
+    clock: Clock | None = None,
+    opens: str = "",
+    module_dir: str = "",
+) -> Tier:
     """Return the tier at a URL (``s3://bucket/prefix``, ``gs://``, ``az://``) or in a directory.
 
     Does not access it; use :meth:`Tier.check` for that.
 
     Args:
         filesystem: file system of a directory.
+        opens, module_dir: class of a user's tier; see :class:`TierOptions`.
 
     Raises:
         OptionError: it is neither a URL nor an absolute path.
-        UnavailableError: the library for the store is not installed.
+        UnavailableError: the library for the store is not installed, or the class of a tier cannot
+            be imported.
     """
     if is_url(where):
-        return RetryingTier(ObjectTier(where), clock=clock)
+        own = metadata.entry_points(group=ENTRY_POINTS, name=where.partition("://")[0].lower())
+        opens = opens or next((point.value for point in own), "")
+        tier = _tier_class(opens, module_dir)(where) if opens else ObjectTier(where)
+        return RetryingTier(tier, clock=clock)
     if not where or "\0" in where or not os.path.isabs(where):
         raise OptionError(
             f"{where!r} is not a valid place for copies of a run",

@@ -34,11 +34,11 @@ from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.testing.conformance import walk
+from everstep.tiers import options as tier_options
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.job import job as job_module
-from everstep.trainer.job import run_folder as folder_module
 from everstep.trainer.session.components import _refuse_lossy_replicas
 from tests.support.copying import contents, put, wait_for
 from tests.support.log.copies import ON_DISK, copy_log, until
@@ -173,7 +173,7 @@ def test_segments_of_a_store_are_looked_at_together(
     copies = tmp_path / "copies"
     trained_with_copies(run_folder, copies, log="whole", log_steps=1)
     tier = Slow(copies)
-    monkeypatch.setattr(folder_module, "open_tier", lambda where, files, clock: tier)
+    monkeypatch.setattr(tier_options, "open_tier", lambda where, files, **_: tier)
     _, recovery = again(copies, log="whole")
     assert recovery.step == STEPS
     assert tier.asked > 1

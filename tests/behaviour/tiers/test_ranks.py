@@ -31,12 +31,12 @@ from everstep.link.messages import JobSession, KeeperStats
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.testing.faultytier import FaultyTier, TierFault
+from everstep.tiers import options as tier_options
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.retry import RetryingTier
 from everstep.trainer.attach.terms import KeeperTerms
-from everstep.trainer.job import run_folder as folder_module
 from tests.support.copying import FOREVER, Interloper, contents, put, wait_for
 from tests.support.ranks import tiers
 from tests.support.ranks.copying import FILES, Job, names_in, store, usable
@@ -572,7 +572,7 @@ def test_a_number_that_another_job_has_taken_gets_to_no_disk(
     shared: bool,
 ) -> None:
     fill(store, apart, tmp_path, 3)
-    monkeypatch.setattr(folder_module, "open_tier", lambda where, files, clock: Quicker(store))
+    monkeypatch.setattr(tier_options, "open_tier", lambda where, files, **_: Quicker(store))
     runs = [tmp_path / name for name in ("new", "new" if shared else "other")]
     with started(*runs, every=1) as ranks:
         assert [one.timeline for one in resume(ranks)] == [3, 3]
@@ -593,7 +593,7 @@ def test_a_place_that_is_another_one_for_each_rank_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers = iter([MemoryTier(), MemoryTier()])
-    monkeypatch.setattr(folder_module, "open_tier", lambda where, files, clock: next(tiers))
+    monkeypatch.setattr(tier_options, "open_tier", lambda where, files, **_: next(tiers))
     monkeypatch.setattr(KeeperTerms, "copy_to", lambda self, tiers: None)
     refused = pytest.raises(OptionError, match="rank 1 cannot use the places")
     with refused, started(tmp_path / "a", tmp_path / "b"):

@@ -21,11 +21,11 @@ from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.testing.conformance import walk
+from everstep.tiers import options as tier_options
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.trainer.attach.terms import KeeperTerms
-from everstep.trainer.job import run_folder as folder_module
 
 __all__ = ["FILES", "Job", "names_in", "store", "usable"]
 
@@ -36,7 +36,7 @@ FILES = PosixFileSystem()
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
     """What all ranks find under any place; what is there was copied by hand."""
     tier = MemoryTier()
-    monkeypatch.setattr(folder_module, "open_tier", lambda where, files, clock: tier)
+    monkeypatch.setattr(tier_options, "open_tier", lambda where, files, **_: tier)
     monkeypatch.setattr(KeeperTerms, "copy_to", lambda self, tiers: None)
     return tier
 

@@ -23,7 +23,6 @@ from everstep.link.messages import KeeperStats, from_plain, identity_from_wire
 from everstep.seams import Seams
 from everstep.seams.filesystem import observed
 from everstep.tiers import TierOptions
-from everstep.tiers.options import open_tier
 
 if TYPE_CHECKING:
     from everstep.keeper.log import LogStore
@@ -131,7 +130,7 @@ class Couriers:
         # Completed operations on the directory count as progress of its courier.
         watched = observed(files, partial(_on_operation, self.bases, number))
         try:
-            tier = open_tier(options.where, watched, clock=clock)
+            tier = options.open(watched, clock)
         except EverstepError as error:
             # The trainer opened it, but the keeper's environment may differ (credentials).
             self._post(error)

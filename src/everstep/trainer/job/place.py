@@ -33,7 +33,7 @@ from everstep.seams.mailbox import NoMailbox
 from everstep.seams.processes.processes import configured_cores
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers import PeerOptions, TierOptions
-from everstep.tiers.options import split_peers, validate_tiers
+from everstep.tiers.options import Place, as_options, split_peers, validate_tiers
 from everstep.trainer.job.job import Job, rank_log
 from everstep.trainer.job.run_folder import open_places
 
@@ -68,7 +68,7 @@ class RunPlace:
         cls,
         options: Options,
         run: PurePath,
-        tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
+        tiers: Sequence[Place],
         seams: Seams,
     ) -> RunPlace:
         """Validate the places, and meet the other ranks.
@@ -98,7 +98,7 @@ class RunPlace:
 
 
 def checked_places(
-    options: Options, tiers: Sequence[str | PurePath | TierOptions | PeerOptions]
+    options: Options, tiers: Sequence[Place]
 ) -> tuple[Sequence[TierOptions], PeerOptions | None]:
     """Return the places for copies and the peer options that ``tiers`` lists.
 
@@ -115,8 +115,8 @@ TIERCHECK = "tiercheck"
 
 
 def tiercheck_tiers(
-    tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
-) -> Sequence[str | PurePath | TierOptions | PeerOptions]:
+    tiers: Sequence[Place],
+) -> Sequence[Place]:
     """Return the places of TierCheck (section 3.1): the memory of the next node, if there is one,
     and each place that is given by its name get approximate gradients (3.2).
 
@@ -124,12 +124,12 @@ def tiercheck_tiers(
     """
     if not is_sequence(tiers):
         return tiers  # refused below
-    found: list[str | PurePath | TierOptions | PeerOptions] = []
+    found: list[Place] = []
     for one in tiers:
         if one == "peer":
             one = PeerOptions(log="adaptive")
-        elif isinstance(one, (str, PurePath)):
-            one = TierOptions(str(one), log="adaptive")
+        elif not isinstance(one, (TierOptions, PeerOptions)):
+            one = replace(as_options(one), log="adaptive")
         found.append(one)
     if not any(isinstance(one, PeerOptions) for one in found):
         found.append(PeerOptions(log="adaptive", if_there=True))

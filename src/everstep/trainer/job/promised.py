@@ -26,8 +26,8 @@ from everstep.config.options import Every, LogOptions, Options, validate_options
 from everstep.config.promise import Promise
 from everstep.errors import OptionError
 from everstep.seams.machine import is_in_memory, is_on_network, mounted_as
-from everstep.tiers import PeerOptions, TierOptions
-from everstep.tiers.options import is_url, split_peers
+from everstep.tiers import PeerOptions
+from everstep.tiers.options import Place, as_options, is_url, split_peers
 
 _BATCH_STEPS_MAX = 10
 
@@ -44,7 +44,7 @@ class PromisedOptions(NamedTuple):
     method: str | Method
     every: int | str | Every | None
     log: LogOptions | None
-    tiers: Sequence[str | PurePath | TierOptions | PeerOptions]
+    tiers: Sequence[Place]
 
 
 def options_of(
@@ -55,9 +55,9 @@ def options_of(
     method: str | Method | None,
     every: int | str | Every | None,
     log: LogOptions | None,
-    tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
+    tiers: Sequence[Place],
     **others: Any,
-) -> tuple[Options, Sequence[str | PurePath | TierOptions | PeerOptions]]:
+) -> tuple[Options, Sequence[Place]]:
     """Validate the arguments of a Checkpointer, after a promise has chosen some of them.
 
     Args:
@@ -85,7 +85,7 @@ def promised_options(
     method: str | Method | None,
     every: int | str | Every | None,
     log: LogOptions | None,
-    tiers: Sequence[str | PurePath | TierOptions | PeerOptions],
+    tiers: Sequence[Place],
 ) -> PromisedOptions:
     """Choose the options that keep a promise.
 
@@ -193,7 +193,9 @@ def _refusal(promise: Promise, why: str, hint: str) -> OptionError:
 
 
 def _is_store(place: Any) -> bool:
-    where = place.where if isinstance(place, TierOptions) else str(place)
+    if isinstance(place, PeerOptions) or place == "peer":
+        return False
+    where = as_options(place).where
     return is_url(where) or is_on_network(mounted_as(PurePath(where)))
 
 
@@ -202,7 +204,7 @@ def _with_logs(places: Sequence[Any], steps: int) -> list[Any]:
     found = []
     for one in places:
         if _is_store(one):
-            options = one if isinstance(one, TierOptions) else TierOptions(one)
+            options = as_options(one)
             one = replace(options, log="whole", log_steps=min(options.log_steps, steps))
         found.append(one)
     return found

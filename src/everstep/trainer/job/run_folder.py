@@ -46,7 +46,6 @@ from everstep.seams.machine import (
 from everstep.state.ranks import RankInfo
 from everstep.tiers import PeerOptions, Tier, TierOptions, remove_if_there, storage_errors
 from everstep.tiers.durable_files import create_exclusive, ensure_dirs
-from everstep.tiers.options import open_tier
 from everstep.trainer.budget import peer_sources
 
 _EMULATED = "emulated "
@@ -190,8 +189,13 @@ def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> li
     # As written and with links followed: either way one place may lie inside another.
     _refuse_overlap([run, *(PurePath(one.where) for one in tiers)])
     _refuse_overlap([_followed(run), *(_followed(PurePath(one.where)) for one in tiers)])
-    places = [open_tier(one.where, seams.filesystem, clock=seams.clock) for one in tiers]
-    for place in places:
+    places = [one.open(seams.filesystem, seams.clock) for one in tiers]
+    for one, place in zip(tiers, places, strict=True):
+        if one.opens and place.url != one.where:
+            raise OptionError(
+                f"{one.opens} was made from {one.where!r}, and its url is {place.url!r}",
+                hint="the keeper process opens the tier again by its class and URL",
+            )
         place.check()
     return places
 
