@@ -26,14 +26,19 @@ from everstep.config.options import (
 from everstep.errors import EverstepError, OptionError, StateError
 from everstep.link import Save
 from everstep.restore.start import Recovery
-from everstep.run.folder import run_path
 from everstep.seams import Seams
 from everstep.seams.group import own_rank
 from everstep.seams.progress import log_or_print
 from everstep.state.ownership import DeclaredUpdate, OwnershipRules
 from everstep.state.training_state import State
 from everstep.tiers.options import Place
-from everstep.trainer.job import RunPlace, checked_places, options_of
+from everstep.trainer.job import (
+    RunPlace,
+    checked_places,
+    options_of,
+    place_of_run,
+    with_log_in_store,
+)
 from everstep.trainer.session.calls import (
     CallGuard,
     arguments_of,
@@ -79,7 +84,10 @@ class Checkpointer:
 
     Args:
         path: run folder. It is created if it does not exist. A folder with other contents is
-            refused.
+            refused. Or the URL of a place in a store (``"s3://bucket/run"``): training then writes
+            to a folder below ``EVERSTEP_CACHE`` (``~/.cache/everstep``), the keeper copies bases,
+            and a log that goes to disk, to the store, and a machine without the folder resumes from
+            there.
         state: objects to save, by name: modules, optimizers, any object with ``state_dict`` and
             ``load_state_dict``, or plain data. Plain data is read from this mapping at each save
             and written back to it at a resume. RNG states are always saved, too.
@@ -153,7 +161,7 @@ class Checkpointer:
     ) -> None:
         check_platform()
         self._pid = os.getpid()
-        run = run_path(path)
+        run, tiers = place_of_run(path, tiers)
         options, tiers = options_of(
             run,
             lose_at_most,
@@ -168,6 +176,7 @@ class Checkpointer:
             log=log,
             tiers=tiers,
         )
+        tiers = with_log_in_store(path, options, tiers)
         world = Seams.parse(seams)
         wanted = Preemption.parse(preempt)
         self._calls = CallGuard(progress_timeout_s)

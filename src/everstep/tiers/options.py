@@ -82,6 +82,9 @@ class TierOptions:
             object.__setattr__(self, "opens", _name_of_class(own))
             object.__setattr__(self, "module_dir", _module_dir(type(own).__module__))
             object.__setattr__(self, "where", own.url)
+        for name in ("opens", "module_dir"):
+            if not isinstance(getattr(self, name), str):
+                raise OptionError(f"TierOptions.{name} must be text, not {getattr(self, name)!r}")
         if not isinstance(self.where, str) or not self.where:
             raise OptionError(f"a tier must be a URL or a directory, not {self.where!r}")
         if not is_number(self.every_s) or not 0 <= self.every_s <= _YEAR_S:

@@ -7,7 +7,6 @@ import importlib
 import shutil
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,17 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("own_storage", None)
 
 
+@pytest.fixture
+def registered(tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class is registered for its scheme, as by an installed package."""
+    about = tmp_path / "code" / "own_storage-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own-storage\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[everstep.tiers]\nown = own_storage:OwnTier\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
+    importlib.invalidate_caches()
+
+
 def state_of(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = torch.nn.Linear(7, 5)
@@ -82,13 +92,38 @@ def test_a_lost_run_comes_back_from_it(tmp_path: Path, storage: Any) -> None:
     assert everstep.load(options).step == 4
 
 
-def test_its_scheme_can_be_registered(
-    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    point = metadata.EntryPoint("own", "own_storage:OwnTier", options.ENTRY_POINTS)
-    monkeypatch.setattr(metadata, "entry_points", lambda **about: [point])
+@pytest.mark.usefixtures("registered")
+def test_its_scheme_can_be_registered(tmp_path: Path) -> None:
     opened = options.open_tier(f"own:/{tmp_path}/copies", PosixFileSystem())
     assert opened.url == f"own:/{tmp_path}/copies"
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("is_cached", [True, False], ids=["same machine", "another machine"])
+def test_a_run_can_be_named_by_the_url_of_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    """Training writes to a folder of the machine; on another one all is read from the store."""
+    monkeypatch.setenv("EVERSTEP_CACHE", str(tmp_path / "cache"))
+    url = f"own:/{tmp_path}/store/my-run"
+    log = everstep.LogOptions(to="disk")
+    state = state_of(1)
+    with everstep.Checkpointer(url, state, method="logged", every=5, log=log) as ckpt:
+        ckpt.resume()
+        for _ in range(7):
+            state["optimizer"].step()
+            ckpt.step()
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folder.name.startswith("my-run-")
+    if not is_cached:
+        shutil.rmtree(tmp_path / "cache")
+    other = state_of(2)
+    with everstep.Checkpointer(url, other, method="logged", every=5, log=log) as ckpt:
+        recovery = ckpt.resume()
+        assert (recovery.step, recovery.exact) == (7, True)
+    assert torch.equal(state["model"].weight, other["model"].weight)
+    assert everstep.load(url).step == 7
+    assert [one.name for one in (tmp_path / "cache").iterdir()] == [folder.name]
 
 
 def test_what_a_keeper_process_cannot_open_is_refused(tmp_path: Path, storage: Any) -> None:

@@ -78,6 +78,8 @@ FITS: dict[str, tuple[Any, ...]] = {
     "TierOptions.log_steps": (5,),
     "TierOptions.log_ratio": (0.5,),
     "TierOptions.log_int8_below": (5, 0),
+    "TierOptions.opens": ("", "x", "10 min"),
+    "TierOptions.module_dir": ("", "x", "10 min"),
 }
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 5, -1, 0.5, -0.5, math.nan, math.inf, -math.inf, 10**400),

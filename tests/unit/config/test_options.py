@@ -234,8 +234,6 @@ def test_unknown_options_are_refused_with_the_nearest(
 @pytest.mark.parametrize(
     "path",
     [
-        "s3://bucket/run",
-        "gs://bucket/run",
         "memory://x",
         "file:///tmp/x",
         Path("s3://bucket/run"),

@@ -14,9 +14,11 @@ from everstep.trainer.job.job import Job
 from everstep.trainer.job.place import (
     RunPlace,
     checked_places,
+    place_of_run,
     refuse_single_base_with_peer,
     resume_as_job_of_one,
     seams_with_copies,
+    with_log_in_store,
     with_source,
 )
 from everstep.trainer.job.promised import options_of
@@ -29,8 +31,10 @@ __all__ = [
     "memory_notice",
     "options_of",
     "peer_notice",
+    "place_of_run",
     "refuse_single_base_with_peer",
     "resume_as_job_of_one",
     "seams_with_copies",
+    "with_log_in_store",
     "with_source",
 ]

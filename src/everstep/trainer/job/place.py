@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,23 +22,29 @@ from everstep.commit.job import COORDINATOR
 from everstep.config import Options, presets
 from everstep.config.given import is_sequence
 from everstep.errors import EverstepError, OptionError, StorageError
-from everstep.format import base_dir
+from everstep.format import base_dir, digest
 from everstep.format.records import RunRecord
 from everstep.restore.fetch import Copies, Meeting
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.restore.start import Resumed, ResumeRequest, needs_on_disk, resume_all_ranks
-from everstep.run.folder import open_run_folder
+from everstep.run.folder import open_run_folder, run_path
 from everstep.seams import Seams
 from everstep.seams.group import group_of_job, store_survives_restarts
 from everstep.seams.mailbox import NoMailbox
 from everstep.seams.processes.processes import configured_cores
+from everstep.seams.progress import log_or_print
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers import PeerOptions, TierOptions
-from everstep.tiers.options import Place, as_options, split_peers, validate_tiers
+from everstep.tiers.options import Place, as_options, is_url, split_peers, validate_tiers
 from everstep.trainer.job.job import Job, rank_log
 from everstep.trainer.job.run_folder import open_places
 
 _log = logging.getLogger("everstep")
+
+CACHE_VARIABLE = "EVERSTEP_CACHE"
+"""Variable of the environment: directory of the folders of runs that are in stores."""
+
+_DIGEST_LETTERS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,3 +345,56 @@ def refuse_peer_without_ranks(peers: PeerOptions | None) -> None:
             "a peer is the keeper of a rank on another node, and this process trains alone",
             hint='leave "peer" out, or train with several ranks on several nodes',
         )
+
+
+# --- A run that is named by the URL of a store ----------------------------------------
+
+
+def place_of_run(
+    path: str | os.PathLike[str], tiers: Sequence[Place]
+) -> tuple[PurePath, Sequence[Place]]:
+    """Return the run folder, and the places for copies; the store is one of them, if a URL was
+    given.
+
+    Raises:
+        OptionError: the path is invalid.
+    """
+    if not isinstance(path, str) or not is_url(path):
+        return run_path(path), tiers
+    url = path.rstrip("/")
+    run = run_path(_folder_of(url))
+    log_or_print(
+        f"{url}: training writes to {run} ({CACHE_VARIABLE} sets another place), and the keeper "
+        "copies from there to the store in the background",
+        level=logging.INFO,
+    )
+    # Refused later, with the reason, if it is no list.
+    return run, [TierOptions(url), *tiers] if is_sequence(tiers) else tiers
+
+
+def with_log_in_store(
+    path: str | os.PathLike[str], options: Options, tiers: Sequence[Place]
+) -> Sequence[Place]:
+    """Return the places; the store that names the run also gets the log, if the disk does."""
+    if not isinstance(path, str) or not is_url(path) or not _is_log_on_disk(options):
+        return tiers
+    url = path.rstrip("/")
+
+    def complete(one: Any) -> Any:
+        if isinstance(one, TierOptions) and one.where == url and one.log == "none":
+            return replace(one, log="whole")
+        return one
+
+    return [complete(one) for one in tiers]
+
+
+def _is_log_on_disk(options: Options) -> bool:
+    return options.logs and options.log.to == "disk"
+
+
+def _folder_of(url: str) -> str:
+    """Return the folder of a run on this machine; the same for every process and machine."""
+    cache = PurePath(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    root = os.environ.get(CACHE_VARIABLE) or cache / "everstep"
+    # The digest tells runs of the same name apart.
+    return str(PurePath(root) / f"{PurePath(url).name}-{digest(url.encode())[:_DIGEST_LETTERS]}")
