@@ -1,4 +1,5 @@
-"""Batches whose order is part of the state: a loader that resumes mid-epoch, bit for bit.
+"""Data that is part of the state: a loader that resumes mid-epoch, bit for bit; values of a class
+of the user's.
 
 Runs in the training process and in the loader's worker processes. Read in this order:
 
@@ -6,10 +7,13 @@ Runs in the training process and in the loader's worker processes. Read in this 
 ``orders``    the order of an epoch, and its division among ranks; random generators, seeded
               temporarily and restored
 ``fetching``  datasets that make the batches, in workers or in the training process
+
+:func:`register_type` is in ``state/values/registered.py``.
 """
 
 from __future__ import annotations
 
 from everstep.data.loader import ResumableLoader
+from everstep.state.values.registered import register_type
 
-__all__ = ["ResumableLoader"]
+__all__ = ["ResumableLoader", "register_type"]

@@ -48,7 +48,8 @@ from everstep.state.ranks import BUCKETS_SECTION, ONE_RANK, DDPBuckets, RankInfo
 from everstep.state.ranks.rank_share import RankShare
 from everstep.state.ranks.writers import WriterAssignment
 from everstep.state.survey import SectionContents, Survey, SurveyBuilder, unsupported
-from everstep.state.values.objects import copied_state_dict_owner
+from everstep.state.values.objects import copied_state_dict_owner, registered_names
+from everstep.state.values.registered import is_registered
 from everstep.state.values.tree import references, split
 
 NOT_SAVED = "not in the checkpoint"
@@ -467,11 +468,8 @@ class State:
             if section not in trees:
                 plans[section] = RestorePlan.without([(section, NOT_SAVED)])
                 continue
-            if isinstance(provider, StatefulProvider) and OptimizerProvider.groups_of(
-                trees[section]
-            ):
-                kinds = "the checkpoint has an optimizer here, the state another kind of object"
-                plans[section] = RestorePlan.without([(section, kinds)])
+            if why := _why_of_another_kind(provider, trees[section]):
+                plans[section] = RestorePlan.without([(section, why)])
                 continue
             live: dict[str, torch.Tensor] = {}
             split(provider.collect(), section, live)
@@ -484,6 +482,16 @@ class State:
                     unexpected = []
                 plans[section] = RestorePlan.without(unexpected)
         return plans
+
+
+def _why_of_another_kind(provider: Provider, tree: Any) -> str:
+    """Return why a saved section cannot be a provider's, whatever its tensors; "" if it can."""
+    if isinstance(provider, StatefulProvider) and OptimizerProvider.groups_of(tree):
+        return "the checkpoint has an optimizer here, the state another kind of object"
+    unknown = sorted(name for name in registered_names(tree) if not is_registered(name))
+    if not unknown:
+        return ""
+    return f"values of {', '.join(unknown)}: call everstep.data.register_type for the class"
 
 
 def _check_values(values: object, ranks: RankInfo) -> None:

@@ -7,5 +7,6 @@ Runs in both processes, mostly in the trainer; it does no I/O. Read in this orde
                 objects that refer to given objects
 ``objects``     encode plain objects as bytes: tagged msgpack, never pickle; advice for objects that
                 cannot be stored
+``registered``  values of types that the user has registered
 ``generators``  states of random generators: the process's own, and those in plain data
 """

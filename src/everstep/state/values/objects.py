@@ -37,6 +37,7 @@ Wire format
      42 torch.layout        str: name without "torch."
      43 TensorRef           str: name of the entry
      44 GeneratorState      str: kind of generator, bin: its state, encoded
+     45 RegisteredValue     str: name of a type of the user's own, bin: its bytes
     === =================== =====================================================
 
     Tags below 32 are containers, as are list and dict: their components are any values, and at
@@ -72,6 +73,7 @@ from torch.utils.data import DataLoader
 
 from everstep.errors import FormatError, UnsupportedStateError
 from everstep.state.values.generators import GeneratorState
+from everstep.state.values.registered import RegisteredValue
 
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, ModuleType)
 _BASES = (OrderedDict, Counter, dict, list, tuple, set, frozenset, deque, bytes, bytearray)
@@ -116,7 +118,10 @@ def storage_advice(value: object) -> str:
     for mark, advice in _ADVICE:
         if hasattr(kind, mark) if isinstance(mark, str) else isinstance(value, mark):
             return f"{name}: {advice}"
-    return f"{name}: only plain data can be stored; store its contents"
+    return (
+        f"{name}: only plain data can be stored; store its contents, or register the class with "
+        "everstep.data.register_type"
+    )
 
 
 def copied_state_dict_owner(value: object, depth: int = 0) -> str | None:
@@ -370,11 +375,28 @@ def kinds_within(value: object) -> frozenset[type]:
         UnsupportedStateError: containers are nested too deeply, or contain themselves.
     """
     kinds: set[type] = set()
+    for level in _levels(value):
+        kinds.update(map(type, level))
+    return frozenset(kinds)
+
+
+def registered_names(value: object) -> set[str]:
+    """Return the names of the types of all registered values in a tree.
+
+    Raises:
+        UnsupportedStateError: containers are nested too deeply, or contain themselves.
+    """
+    return {
+        one.name for level in _levels(value) for one in level if isinstance(one, RegisteredValue)
+    }
+
+
+def _levels(value: object) -> Iterator[list[object]]:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         if not level:
-            return frozenset(kinds)
-        kinds.update(map(type, level))
+            return
+        yield level
         level = _next_level(level)
     reason = f"nested more than {MAX_DEPTH} levels deep, or contains itself"
     raise UnsupportedStateError(reason, leaves=(("", reason),))
@@ -524,6 +546,7 @@ _FORMS = (
     _torch_enum(42, torch.layout),
     _simple(43, TensorRef, lambda value: [value.name], str),
     _simple(44, GeneratorState, lambda value: [value.kind, value.data], str, bytes),
+    _simple(45, RegisteredValue, lambda value: [value.name, value.data], str, bytes),
 )
 _MARKERS = {form.tag: msgpack.ExtType(form.tag, b"") for form in _FORMS}
 _BY_TAG = {form.tag: form for form in _FORMS}

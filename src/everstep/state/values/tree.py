@@ -34,10 +34,14 @@ from everstep.state.values.objects import (
     join_path,
     kinds_within,
 )
+from everstep.state.values.registered import RegisteredValue, stored_form, value_of
 from everstep.state.values.tensors import is_dtensor
 
 _IMMUTABLE = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, TensorRef, GeneratorState)
+    (
+        *(type(None), bool, int, float, complex, str, bytes),
+        *(TensorRef, GeneratorState, RegisteredValue),
+    )
 )
 _CONSTANTS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _NESTED = frozenset((dict, OrderedDict, Counter, list, tuple, deque, slice))
@@ -71,7 +75,8 @@ def split(
     if kind not in _NESTED:
         if is_generator(value):
             return GeneratorState(kind_of(value), encode(state_of(value), name))
-        return value
+        stored = stored_form(value, name)
+        return value if stored is None else stored
     _check_depth(name, depth)
     # join() finds references in these containers only. Tensors in others are refused as leaves.
     inside = tensors if kind in (dict, OrderedDict, list, tuple) else None
@@ -132,7 +137,8 @@ def _check_depth(name: str, depth: int) -> None:
 
 
 def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> object:
-    """Put tensors back where their references stand, and create generators from their states.
+    """Put tensors back where their references stand, create generators from their states, and
+    values of registered types from their bytes.
 
     The inverse of :func:`split`.
 
@@ -151,6 +157,8 @@ def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> object:
         if _CONSTANTS.issuperset(map(type, tree)):
             return type(tree)(tree)
         return type(tree)(join(item, tensors) for item in tree)
+    if isinstance(tree, RegisteredValue):
+        return value_of(tree)
     if isinstance(tree, GeneratorState):
         generator = new_generator(tree.kind)
         set_state(generator, decode(tree.data))
