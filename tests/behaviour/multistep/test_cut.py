@@ -140,6 +140,16 @@ def test_parts_are_equal_until_the_link_is_known() -> None:
     assert len(cut_by(Steps())) == 1
 
 
+def test_one_part_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who asked for GoCkpt learns that bases are lazy: here a copy takes a tenth of a step."""
+    bench = Steps(link=10 * STATE_BYTES)
+    assert [len(cut_by(bench)) for _ in range(3)] == [1, 1, 1]
+    assert capsys.readouterr().err.count('as with method="lazy"') == 1
+    assert len(cut_by(Steps(link=STATE_BYTES / 4))) == 6
+    assert len(cut_by(Steps())) == 1
+    assert not capsys.readouterr().err
+
+
 def test_a_cut_is_kept_unless_another_is_worth_it() -> None:
     bench = Steps(link=STATE_BYTES / 4)
     now = cut_by(bench)

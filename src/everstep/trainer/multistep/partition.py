@@ -20,6 +20,7 @@ from everstep.config import Options
 from everstep.plan import PARTS_MAX, Cut, Overlap, Pipeline
 from everstep.plan.multistep import best_cut, fewest, fewest_of, overlap
 from everstep.seams import Clock
+from everstep.seams.progress import log_or_print
 from everstep.trainer.multistep.measurements import MultistepStats, StepTimes
 
 _COPIES = 32
@@ -127,6 +128,7 @@ class Partitioner:
         self._copies: deque[tuple[int, float]] = deque(maxlen=_COPIES)
         self._parts_max = PARTS_MAX
         self._warned = False
+        self._said_lazy = False
         self._ended_s = 0.0  # end of the last copy
         self._yielding: list[TimedCopy] = []  # under way
         self._known: Pipeline | None = None  # pipeline of the last choice
@@ -303,7 +305,16 @@ class Partitioner:
                 found = overlap(pipeline, parts, held_steps)
             return self._cost_s(found)
 
-        return fewest_of(cost_s, limit, self._stats.part_s or 0.0)
+        found = fewest_of(cost_s, limit, self._stats.part_s or 0.0)
+        if found == 1 and warn and not self._said_lazy:
+            self._said_lazy = True
+            log_or_print(
+                'parts="auto": bases are taken in one part for now, as with method="lazy": at the '
+                f"measured {self._stats.link_bytes_per_s or 0:.3g} bytes/s and "
+                f"{pipeline.step_s:.3g} s per step more parts would hold training up longer; "
+                "Method(parts=N) sets a number"
+            )
+        return found
 
     def _parts_limit(self, units: Sequence[Unit], base_bytes: int, arena_bytes: int) -> int:
         """Return the number of equal parts that fit in memory and are copied before the next
