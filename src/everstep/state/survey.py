@@ -27,7 +27,7 @@ from everstep.state.ownership import (
     assign_owners,
     memory_of,
 )
-from everstep.state.values.objects import Encoded, encode, encode_plain, unsupported_leaves
+from everstep.state.values.objects import FIXED, Encoded, encode, encode_plain, unsupported_leaves
 from everstep.state.values.tensors import (
     LocalShard,
     is_dtensor,
@@ -40,6 +40,7 @@ from everstep.state.values.tree import split
 # A layout stays valid while objects grow or shrink by less than this, or by less than a quarter.
 _DRIFT_BYTES = 4096
 _DRIFT_SHARE = 4
+_LONG_LIST_ITEMS = 65_536
 
 Identity = Memory | str
 """Memory of a tensor; the name of a tensor without memory, which equals no other identity."""
@@ -233,11 +234,28 @@ class SectionContents:
     holding: OwnedMemory | None = None
 
 
-def encoded_contents(value: object) -> SectionContents | None:
-    """Return the contents of plain data, already encoded; None for a value that
-    :func:`inspect_tree` has to inspect."""
-    data = encode_plain(value)
-    return None if data is None else SectionContents((_EMPTY,), Encoded(data))
+def inspect_plain(value: object, section: str, before: Sequence[TensorBlock]) -> SectionContents:
+    """Return the contents of ``value``, as :func:`inspect_tree` does, but encoded if there are no
+    tensors: compiled code copies and encodes plain data at once."""
+    if _has_long_list(value):
+        return inspect_tree(value, section, before)
+    if (data := encode_plain(value)) is not None:
+        return SectionContents((_EMPTY,), Encoded(data))
+    named: dict[str, torch.Tensor] = {}
+    tree = split(value, section, named)
+    if not named and (data := encode_plain(tree, owned=True)) is not None:
+        return SectionContents((_EMPTY,), Encoded(data))
+    return SectionContents((storable_block(tree, named, section, before),), tree)
+
+
+def _has_long_list(value: object) -> bool:
+    """Return True if a value is, or a dict with, a long list of numbers. It is copied faster than
+    it is encoded, which another thread does."""
+    parts = value.values() if type(value) is dict else (value,)
+    return any(
+        type(part) is list and len(part) >= _LONG_LIST_ITEMS and type(part[0]) in FIXED
+        for part in list(parts)
+    )
 
 
 def inspect_tree(value: object, section: str, before: Sequence[TensorBlock]) -> SectionContents:

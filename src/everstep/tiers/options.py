@@ -250,9 +250,9 @@ def _name_of_class(tier: Tier) -> str:
 def _module_dir(module: str) -> str:
     """Return the directory from which a module, or the package that contains it, is imported."""
     package = module.partition(".")[0]
-    file = getattr(sys.modules[package], "__file__", None)
-    if file is None:  # a namespace package
-        return str(PurePath(next(iter(sys.modules[package].__path__))).parent)
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if file is None:  # a namespace package, say: the keeper has to find it by itself
+        return ""
     path = PurePath(file)
     return str(path.parent.parent if path.stem == "__init__" else path.parent)
 

@@ -15,7 +15,7 @@ import torch
 
 import everstep
 from everstep import LogOptions
-from everstep.errors import EverstepError
+from everstep.errors import DeadlineError, EverstepError, KeeperError
 from everstep.format.names import RUN_RECORD
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
@@ -24,6 +24,7 @@ from everstep.state.ranks.writers import RankInfo
 from everstep.state.training_state import State
 from everstep.testing import inspect
 from everstep.trainer.attach import keepers
+from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.log import update_inputs
 from tests.support.following import until
 from tests.support.ranks import replicas as parts
@@ -196,6 +197,33 @@ def test_a_rank_that_lacks_the_last_step_takes_all_back_by_one(tmp_path: Path) -
                 assert (one.step, one.base_step, one.replayed) == (6, 6, 0), one
                 assert (one.exact, one.source) == (True, "memory"), one
             check(ranks, 6)
+
+
+@pytest.mark.parametrize("error", [DeadlineError, KeeperError, OSError])
+def test_a_replica_that_cannot_be_frozen_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """The others are told, and all restore a base and the log."""
+    paths = folders(tmp_path, shared=False)
+    failed, recall = list[int](), RemoteKeeper.recall
+
+    def fails(self: RemoteKeeper, *about: Any, at: int | None = None, **more: Any) -> Any:
+        if at is not None and not failed:
+            failed.append(at)
+            raise error("as asked")
+        return recall(self, *about, at=at, **more)
+
+    with kept(paths) as benches:
+        with job(paths) as ranks:
+            resume(ranks)
+            train(ranks, 7)
+            wait(ranks)
+            until(lambda: all(b.replicas.step == 6 for b in benches), "step 6")
+            die(ranks)
+        monkeypatch.setattr(RemoteKeeper, "recall", fails)
+        with job(paths) as ranks:
+            for one in resume(ranks):
+                assert (one.step, one.base_step, one.replayed, one.exact) == (7, 6, 1, True), one
 
 
 def test_a_rank_whose_replica_has_stopped_captures_its_part(

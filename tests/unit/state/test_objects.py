@@ -28,6 +28,7 @@ from hypothesis.extra import numpy as hnp
 from torch.optim import SGD, lr_scheduler
 
 from everstep.errors import FormatError, UnsupportedStateError
+from everstep.state.survey import inspect_plain
 from everstep.state.values import objects
 from everstep.state.values.generators import GeneratorState
 from everstep.state.values.objects import (
@@ -38,8 +39,10 @@ from everstep.state.values.objects import (
     encode,
     encode_plain,
     join_path,
+    kinds_within,
     unsupported_leaves,
 )
+from everstep.state.values.tree import references
 
 
 @pytest.fixture(scope="module", autouse=True, params=["by size", "always"])
@@ -84,6 +87,7 @@ def image(value: Any) -> str:
 def assert_round_trip(value: Any) -> None:
     data = encode(value)
     assert encode_plain(value) in (data, None)
+    assert encode_plain(value, owned=True) in (data, None)
     back = decode(data)
     assert image(back) == image(value)
     assert encode(back) == data, "the same value must have the same bytes"
@@ -657,7 +661,40 @@ def test_bins_longer_than_msgpack_holds_are_refused(monkeypatch: pytest.MonkeyPa
     ids=["nested", "arrays", "ordered", "leaves"],
 )
 def test_plain_data_is_encoded_by_compiled_code(value: Any) -> None:
+    assert encode_plain(value, owned=True) == encode(value)
+
+
+def test_data_that_others_can_change_is_encoded_without_python_code() -> None:
+    value = [{"a": 1, "b": [None, True, 2.5, b"x", "y"]}, [[]]]
     assert encode_plain(value) == encode(value)
+    assert encode_plain([(1,)]) is None
+    assert encode_plain([2**70]) is None
+
+
+def test_a_list_that_another_thread_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length is written first: what is encoded is a copy of its own."""
+    value: list[Any] = [(n,) for n in range(10)]
+    wanted = list(value)
+    components = objects._components
+
+    def changes(part: Any) -> list[Any]:
+        value.append((99,))
+        return components(part)
+
+    monkeypatch.setattr(objects, "_components", changes)
+    tree = inspect_plain(value, "section", ()).tree
+    assert isinstance(tree, objects.Encoded)
+    assert decode(tree.data) == wanted
+
+
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"a": x}])
+def test_the_deepest_tree_can_be_searched(wrap: Callable[[Any], Any]) -> None:
+    value: Any = TensorRef("x")
+    for _ in range(MAX_DEPTH):
+        value = wrap(value)
+    assert list(references(decode(encode(value)))) == ["x"]
+    with pytest.raises(UnsupportedStateError):
+        kinds_within(wrap(value))
 
 
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"a": x}])
@@ -665,8 +702,8 @@ def test_compiled_code_has_the_same_limit_of_depth(wrap: Callable[[Any], Any]) -
     value: Any = 1
     for _ in range(MAX_DEPTH):
         value = wrap(value)
-    assert encode_plain(value) == encode(value)
-    assert encode_plain(wrap(value)) is None
+    assert encode_plain(value, owned=True) == encode(value)
+    assert encode_plain(wrap(value), owned=True) is None
 
 
 @pytest.mark.parametrize(
@@ -681,16 +718,19 @@ def test_compiled_code_has_the_same_limit_of_depth(wrap: Callable[[Any], Any]) -
 )
 def test_what_compiled_code_cannot_encode_is_left_to_the_other_way(value: Any) -> None:
     assert encode_plain(value) is None
-    assert encode_plain([{"a": (value,)}]) is None
+    assert encode_plain(value, owned=True) is None
+    assert encode_plain([{"a": [value]}]) is None
+    assert encode_plain([{"a": (value,)}], owned=True) is None
 
 
 def test_compiled_code_ends_with_containers_that_contain_themselves() -> None:
     one: list[Any] = []
     one += [one, one]
     assert encode_plain(one) is None
+    assert encode_plain(one, owned=True) is None
     other: dict[str, Any] = {}
     other["a"] = ({"b": other}, other)
-    assert encode_plain(other) is None
+    assert encode_plain(other, owned=True) is None
 
 
 def test_join_path() -> None:

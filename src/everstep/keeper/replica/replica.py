@@ -37,7 +37,7 @@ _STEPS_AT_ONCE = 4
 More steps per pass over the state are faster; other threads wait for a pass to end.
 """
 
-CATCH_UP_STEPS_MAX = 8
+CATCH_UP_STEPS_MAX = 4
 """Most steps that the replica of one of several ranks applies while the ranks resume."""
 
 
@@ -412,10 +412,13 @@ class Replica:
             return now.frozen.step == at
         with self._stops_on_error():
             while now.state is not None and not now.stalled and now.state.step < at:
-                steps = self._steps_up_to(lambda: [at])
+                self._check()
+                steps = self._steps_up_to(lambda: [*self._ends(), at])
                 if not steps:
                     break
                 now.state.advance(steps)
+            if now.state is not None:
+                self._check()
         # Not ``now``: after an error there is another.
         state = self._now.state
         return state is not None and not self._now.stalled and int(state.step) == at

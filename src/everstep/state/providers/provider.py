@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from everstep.state.layout import Entry
-from everstep.state.survey import SectionContents, TensorBlock, encoded_contents, inspect_tree
+from everstep.state.survey import SectionContents, TensorBlock, inspect_plain, inspect_tree
 from everstep.state.values.tensors import local_tensor, tensor_entry
 
 
@@ -40,11 +40,9 @@ class Provider:
         Raises:
             UnsupportedStateError: some leaves cannot be stored; lists all of them.
         """
-        collected = self.collect()
-        if (part := encoded_contents(collected)) is not None:
-            self._blocks = part.blocks
-            return part
-        return self._look_at(collected)
+        part = inspect_plain(self.collect(), self.section, self._blocks)
+        self._blocks = part.blocks
+        return part
 
     def _look_at(self, collected: Any) -> SectionContents:
         part = inspect_tree(collected, self.section, self._blocks)

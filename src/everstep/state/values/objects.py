@@ -57,7 +57,7 @@ import gc
 import re
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -246,26 +246,33 @@ def encode(value: object, name: str = "object", *, checked: bool = False) -> byt
     return b"".join(_pieces(value, msgpack.Packer(strict_types=True)))
 
 
-def encode_plain(value: object) -> bytes | None:
+def encode_plain(value: object, *, owned: bool = False) -> bytes | None:
     """Return what :func:`encode` returns, made by compiled code; None for a value that has to be
-    searched and encoded piece by piece: one with tensors, sets or unsupported leaves, for example.
+    encoded piece by piece.
 
     This is for the training thread, which takes a copy of all plain data at each save: a copy made
-    in Python, and the search of :func:`unsupported_leaves`, take some twenty times as long.
+    in Python, and the search of :func:`unsupported_leaves`, take some ten times as long.
+
+    Args:
+        owned: True if no other thread can change the containers. Otherwise only dicts and lists of
+            numbers, text and bytes are encoded: Python code, such as that for a tuple, would let
+            another thread change a container whose length is already written.
     """
-    if not _is_packable(value):
+    kinds = _PACKED if owned else _PACKED_AT_ONCE
+    if not _is_packable(value, kinds):
         return None
-    packer = msgpack.Packer(strict_types=True, default=_components)
+    packer = msgpack.Packer(strict_types=True, default=_components if owned else None)
     try:
         data: bytes = packer.pack(value)
     # Whatever a leaf raises: encode() meets it again, and names it.
     except Exception:
         return None
-    return data
+    # Another thread may have changed the value since it was looked at.
+    return data if owned or _is_packable(value, kinds) else None
 
 
-def _is_packable(value: object) -> bool:
-    """Return True if msgpack packs a value as :func:`_pieces` does, but for its leaves.
+def _is_packable(value: object, kinds: Set[type]) -> bool:
+    """Return True if a value consists of these types, and has no more levels than can be stored.
 
     The containers of a level are replaced by their contents, level by level. msgpack itself would
     take a bytearray for bytes, and an ExtType of the user for a tag, and has another limit of
@@ -276,7 +283,7 @@ def _is_packable(value: object) -> bool:
         found = set(map(type, level))
         if found <= _NATIVE:
             return True
-        if not found <= _PACKED:
+        if not found <= kinds:
             return False
         level = _next_level(level)
     return False
@@ -358,7 +365,7 @@ def _decode_plain(data: bytes) -> tuple[object] | None:
     except Exception:
         return None
     # Only these bytes have this meaning: not those of a key that is there twice, for example.
-    return (value,) if encode_plain(value) == data else None
+    return (value,) if encode_plain(value, owned=True) == data else None
 
 
 def _untagged(parts: list[Any]) -> object:
@@ -393,7 +400,8 @@ def registered_names(value: object) -> set[str]:
 
 def _levels(value: object) -> Iterator[list[object]]:
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    # The levels of containers, that of the innermost leaves, and an empty one.
+    for _ in range(MAX_DEPTH + 2):
         if not level:
             return
         yield level
@@ -553,6 +561,7 @@ _BY_TAG = {form.tag: form for form in _FORMS}
 _BY_TYPE = {form.kind: form for form in _FORMS} | dict.fromkeys(_NUMPY_SCALARS, _BY_TAG[36])
 _CONTAINERS = {form.kind for form in _FORMS if form.tag < _LEAF_TAG} | {list, dict}
 
+_PACKED_AT_ONCE = _NATIVE | {list, dict}
 # Without sets, whose members are sorted, and bytearrays, which msgpack packs as bytes.
 _PACKED = (_NATIVE | _BY_TYPE.keys() | {list, dict}) - {
     set,

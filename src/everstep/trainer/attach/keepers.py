@@ -302,8 +302,9 @@ class Keepers:
             return None
         try:
             base = remote.recall(self.terms.timeout_s, at=step).base
-        except KeeperError as error:
-            _log.warning("the replica is not used: %s", error.message)
+        # The other ranks wait for an answer, whatever happens here.
+        except (EverstepError, OSError) as error:
+            _log.warning("the replica is not used: %s", error)
             return None
         return base if base is not None and base.id.step == step and base.marker.exact else None
 

@@ -9,16 +9,20 @@ them each, and read all parts: those of the other ranks from the keepers of thei
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from everstep.commit import BaseId
+from everstep.errors import EverstepError
 from everstep.look.keeper_memory import read_keeper_memory
 from everstep.restore.fetch import HeldBase, ReplicaReach, common_step
 from everstep.restore.start import ResumeRequest
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.run_folder import Exchange
+
+_log = logging.getLogger("everstep")
 
 
 def memory_of(request: ResumeRequest) -> dict[str, Any]:
@@ -53,14 +57,14 @@ def with_memory(
         found: message of each rank, with the fields of :func:`memory_of`.
         near: ranks of this machine.
     """
-    replicas = [message["replica"] for message in found]
-    step = common_step([None if one is None else ReplicaReach(*one) for one in replicas])
     held = [message["held"] for message in found]
-    if step is not None:
-        base = keeper.freeze_replica(step)
+    agreed = _agreed(found)
+    if agreed is not None:
+        base = keeper.freeze_replica(agreed.step)
         frozen = exchange("freeze their replicas", {"held": _id_to_wire(base)})
-        if base is not None and all(message["held"] for message in frozen):
-            held = [message["held"] for message in frozen]
+        wanted = [agreed.timeline, agreed.step]
+        if base is not None and all(message["held"] == wanted for message in frozen):
+            held = [wanted for _ in frozen]
             request = replace(request, recalled=replace(request.recalled, base=base))
     is_shared = any(message["shared"] for message in found)
     if is_shared and held[0] is not None and held.count(held[0]) == len(held):
@@ -69,10 +73,27 @@ def with_memory(
     return request
 
 
+def _agreed(found: Sequence[Mapping[str, Any]]) -> BaseId | None:
+    """Return the step at which all ranks freeze their replicas; the same on every rank."""
+    replicas = [message["replica"] for message in found]
+    step = common_step([None if one is None else ReplicaReach(*one) for one in replicas])
+    if step is None:
+        return None
+    agreed = BaseId(replicas[0][0], step)
+    # The frozen state would take the place of a base that may be the only copy of a later step.
+    held = (message["held"] for message in found)
+    return None if any(one is not None and BaseId(*one) >= agreed for one in held) else agreed
+
+
 def _shares_nearby(
     request: ResumeRequest, base: BaseId, run_id: str, ranks: Collection[int]
 ) -> tuple[HeldBase, ...]:
-    memory, _ = read_keeper_memory(request.seams.filesystem, request.run, run_id, ranks=ranks)
+    try:
+        memory, _ = read_keeper_memory(request.seams.filesystem, request.run, run_id, ranks=ranks)
+    # Without them, the base is read from elsewhere, or another one is chosen.
+    except (EverstepError, OSError) as error:
+        _log.warning("the memory of other ranks' keepers is not read: %s", error)
+        return ()
     held = [one.recalled.base for one in memory.values()]
     return tuple(one for one in held if one is not None and one.id == base)
 

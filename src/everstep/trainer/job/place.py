@@ -376,8 +376,10 @@ def with_log_in_store(
     path: str | os.PathLike[str], options: Options, tiers: Sequence[Place]
 ) -> Sequence[Place]:
     """Return the places; the store that names the run also gets the log, if the disk does."""
-    if not isinstance(path, str) or not is_url(path) or not _is_log_on_disk(options):
+    named_by_url = isinstance(path, str) and is_url(path)
+    if not named_by_url or not is_sequence(tiers) or not _is_log_on_disk(options):
         return tiers
+    assert isinstance(path, str)
     url = path.rstrip("/")
 
     def complete(one: Any) -> Any:
