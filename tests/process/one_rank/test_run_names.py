@@ -40,7 +40,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 UNFOLLOWED = """
 import pathlib
 import everstep.checkpointer
-everstep.checkpointer.run_path = pathlib.PurePath
+everstep.trainer.job.place.run_path = pathlib.PurePath
 """
 
 AGAIN = """
