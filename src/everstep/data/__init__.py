@@ -1,5 +1,5 @@
-"""Data that is part of the state: a loader that resumes mid-epoch, bit for bit; values of a class
-of the user's.
+"""Data that is part of the state: a loader that resumes mid-epoch, bit for bit; registration of the
+user's classes.
 
 Runs in the training process and in the loader's worker processes. Read in this order:
 

@@ -141,7 +141,7 @@ def test_parts_are_equal_until_the_link_is_known() -> None:
 
 
 def test_one_part_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Who asked for GoCkpt learns that bases are lazy: here a copy takes a tenth of a step."""
+    """A user of GoCkpt learns that bases are lazy: here a copy takes a tenth of a step."""
     bench = Steps(link=10 * STATE_BYTES)
     assert [len(cut_by(bench)) for _ in range(3)] == [1, 1, 1]
     assert capsys.readouterr().err.count('as with method="lazy"') == 1

@@ -94,6 +94,16 @@ def die(ranks: list[Rank]) -> None:
         lose_keeper(one.ckpt)
 
 
+def die_at_step_7(paths: tuple[Path, ...], benches: list[Bench]) -> None:
+    """All ranks at once; their replicas have applied step 6."""
+    with job(paths) as ranks:
+        resume(ranks)
+        train(ranks, 7)
+        wait(ranks)
+        until(lambda: all(bench.replicas.step == 6 for bench in benches), "step 6")
+        die(ranks)
+
+
 def captured(ranks: list[Rank]) -> list[int]:
     """How many bases each training process has captured itself."""
     return [inspect(one.ckpt).captured for one in ranks]
@@ -160,12 +170,7 @@ def test_killed_ranks_come_back_to_the_last_step_by_their_replicas(
     paths = folders(tmp_path, shared)
     source = (6, 1, "disk") if shared else (7, 0, "memory")
     with kept(paths) as benches:
-        with job(paths) as ranks:
-            resume(ranks)
-            train(ranks, 7)
-            wait(ranks)
-            until(lambda: all(b.replicas.step == 6 for b in benches), "step 6")
-            die(ranks)
+        die_at_step_7(paths, benches)
         for _ in range(2):  # the second time without a base of the new start
             with job(paths) as ranks:
                 for one in resume(ranks):
@@ -214,12 +219,7 @@ def test_a_replica_that_cannot_be_frozen_holds_nobody_up(
         return recall(self, *about, at=at, **more)
 
     with kept(paths) as benches:
-        with job(paths) as ranks:
-            resume(ranks)
-            train(ranks, 7)
-            wait(ranks)
-            until(lambda: all(b.replicas.step == 6 for b in benches), "step 6")
-            die(ranks)
+        die_at_step_7(paths, benches)
         monkeypatch.setattr(RemoteKeeper, "recall", fails)
         with job(paths) as ranks:
             for one in resume(ranks):

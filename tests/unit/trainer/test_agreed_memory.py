@@ -1,4 +1,4 @@
-"""Which memory of keepers several ranks resume from: only what all of them can."""
+"""Several ranks resume from the memory of their keepers only where all of them can."""
 
 from __future__ import annotations
 
