@@ -86,6 +86,10 @@ def _free_core() -> Any:
     return option(True, words, flags="--free-core/--no-free-core")
 
 
+def _device() -> Any:
+    return option("cpu", "cpu or cuda.", choices=("cpu", "cuda"))
+
+
 def _places(text: str) -> tuple[str, ...]:
     """Return places for copies, folders with their absolute paths."""
     words = [word.strip() for word in text.split(",")]
@@ -123,22 +127,24 @@ class PersistOptions(Options):
 
 @dataclass(frozen=True)
 class Training(Options):
-    """Options of all benches that train on a CPU."""
+    """Options of the benches that train one model in 32 bits."""
 
     params: int = _params()
-    batch: int = option(4, "Sequences of 64 bytes in a step.", least=1, most=1 << 20)
+    batch: int = option(4, "Sequences of a step.", least=1, most=1 << 20)
     repeats: int = option(5, _ROUNDS, least=1)
     seed: int = _seed()
     free_core: bool = _free_core()
+    device: str = _device()
     folder: Path | None = _folder()
 
-    device = "cpu"
     dtype = "float32"
     layers = None
 
     def training(self) -> Training:
         """Return what a child process has to know of them."""
-        return Training(self.params, self.batch, self.repeats, self.seed, self.free_core)
+        return Training(
+            self.params, self.batch, self.repeats, self.seed, self.free_core, self.device
+        )
 
 
 STALL_ARMS = (
@@ -170,7 +176,7 @@ class StallOptions(Options):
         flags="--within", least=1e-9, hint="like 240",
     )  # fmt: skip
     seed: int = _seed()
-    device: str = option("cpu", "cpu or cuda.", choices=("cpu", "cuda"))
+    device: str = _device()
     dtype: str = option(
         "float32", "Of parameters, gradients and moments: float32 or bfloat16.",
         choices=("float32", "bfloat16"),
@@ -209,8 +215,11 @@ class StallOptions(Options):
         return tuple(name for name in (*STALL_ARMS, *_NAMED) if name in chosen)
 
 
+ADAPTIVE = "adaptive"
+"""A lossy log of dense training: eight bits an element, or the largest elements."""
+
 STEP_ARMS = (
-    NONE, COMPRESSED, "torch.save", "checkfreq", "lazy", "logged", "lowdiff",
+    NONE, COMPRESSED, "torch.save", "checkfreq", "lazy", "logged", ADAPTIVE, "lowdiff",
     "lowdiff_plus",
 )  # fmt: skip
 """All arms of ``bench step``, in the order in which they are shown."""

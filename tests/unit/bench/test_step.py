@@ -40,11 +40,13 @@ def test_training_alone_is_always_measured_and_so_is_what_lowdiff_is_compared_wi
 
 def test_each_value_is_tried_with_the_usual_ones_of_the_others() -> None:
     options = StepOptions(
-        arms=("lowdiff", "logged", "lazy"), every=(10, 50), ratio=(0.01, 0.1), batch_steps=(5, 1)
-    )
+        arms=("lowdiff", "logged", "lazy", "adaptive"), every=(10, 50), ratio=(0.01, 0.1),
+        batch_steps=(5, 1),
+    )  # fmt: skip
     found = settings(options)
     assert [s.words(usual(options, s.arm)) for s in found] == [
         "none", "compressed", "compressed ratio 0.1", "lazy", "logged", "logged every 50",
+        "adaptive", "adaptive ratio 0.1", "adaptive every 50",
         "lowdiff", "lowdiff ratio 0.1", "lowdiff batch 1", "lowdiff every 50",
     ]  # fmt: skip
     assert {s.every for s in found if s.arm == "lazy"} == {1}  # a base after every step
@@ -142,10 +144,11 @@ def report_of(
     kills: list[Killed] | None = None,
     free_core: bool = True,
     params: int = BIG,
+    device: str = "cpu",
     **more: Any,
 ) -> StepReport:
     return StepReport(
-        options=StepOptions(params=params),
+        options=StepOptions(params=params, device=device),
         facts=facts_of(12 * params, free_core=free_core),
         params=params,
         rows=Rows(list(rows)),
@@ -213,8 +216,8 @@ def test_less_than_half_of_checkfreq() -> None:
 
 
 def kill(arm: str, *, completed: int = 7, step: int = 7, seconds: float = 1.0, different: int = 0,
-         ) -> Killed:  # fmt: skip
-    recovered = Recovered(step, "memory", 5, step - 5, True)
+         exact: bool = True) -> Killed:  # fmt: skip
+    recovered = Recovered(step, "memory", 5, step - 5, exact)
     return Killed(setting(arm), [Kill(completed, 0.5, recovered, seconds, 0.1, different, 225)])
 
 
@@ -229,6 +232,22 @@ def test_what_a_kill_may_cost() -> None:
     assert found(report_of(kills=[failed]), *words) == (False, "failed: it hangs")
     assert "failed: it hangs" in shown_by(report_of(kills=[failed]))
     assert not [name for name in targets(report_of(kills=[kill("lazy", step=3)])) if "lazy" in name]
+
+
+def test_a_lossy_log_must_not_be_called_exact() -> None:
+    words = ("SIGKILL with adaptive", "step in flight")
+    lossy = {"exact": False, "different": 100}
+    assert found(report_of(kills=[kill("adaptive", **lossy)]), *words)[0] is True
+    assert found(report_of(kills=[kill("adaptive", step=6, **lossy)]), *words)[0] is False
+    assert found(report_of(kills=[kill("adaptive", different=100)]), *words)[0] is False
+
+
+def test_on_a_device_bits_may_differ_only_where_that_is_said() -> None:
+    words = ("SIGKILL with logged", "step in flight")
+    for exact, different, met in ((True, 0, True), (False, 9, True), (True, 9, False)):
+        killed = kill("logged", exact=exact, different=different)
+        assert found(report_of(kills=[killed], device="cuda"), *words)[0] is met
+        assert found(report_of(kills=[killed]), *words)[0] is (different == 0)
 
 
 def test_a_gigabyte_is_back_within_two_seconds() -> None:

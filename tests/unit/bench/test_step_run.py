@@ -307,6 +307,20 @@ def test_a_tiny_run_from_end_to_end(tmp_path: Path, kills: int) -> None:
     assert kill["parts"] > 50
 
 
+@pytest.mark.slow
+def test_a_lossy_arm_from_end_to_end(tmp_path: Path) -> None:
+    result = invoke(
+        "step", "--params", "100K", "--batch", "1", "--repeats", "1", "--every", "3", "--seed", "7",
+        "--arms", "adaptive", "--ratio", "0.5", "--no-replay", "--dir", str(tmp_path), "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [arm["name"] for arm in found["arms"]] == ["none", "adaptive"]
+    ((kill,),) = [killed["kills"] for killed in found["kills"]]
+    assert (kill["recovered"]["exact"], kill["lost"], kill["identical"]) == (False, 0, False)
+    assert 'log="adaptive"' in found["arms"][1]["detail"]
+
+
 def test_a_missed_target_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     report = SimpleNamespace(as_json=dict, all_met=lambda: False, write=lambda: None)
     monkeypatch.setattr(run, "run_step", lambda options, display: report)

@@ -20,6 +20,7 @@ import torch
 import everstep
 from everstep.checkpointer import Checkpointer
 from everstep.compress import Compressor
+from everstep.config.method import Method
 from everstep.config.options import KeeperOptions, LogOptions
 from everstep.seams import Seams
 from everstep.testing.conformance import walk
@@ -30,16 +31,36 @@ from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.machine import sync_all, sync_file
 from everstep_bench.harness.placement import Placement
 from everstep_bench.harness.running import close_run, keepers_of
-from everstep_bench.options import COMPRESSED, NONE, STEP_ARMS, FrequencyOptions, StepOptions
+from everstep_bench.options import (
+    ADAPTIVE,
+    COMPRESSED,
+    NONE,
+    STEP_ARMS,
+    FrequencyOptions,
+    StepOptions,
+)
 from everstep_bench.stall.arms import Pending
 
 _USES = {
     COMPRESSED: {"ratio"},
     "logged": {"every"},
+    ADAPTIVE: {"ratio", "every"},
     "lowdiff": {"ratio", "batch_steps", "every"},
     "lowdiff_plus": {"every"},
 }
 _OTHERS = (NONE, COMPRESSED, "torch.save")
+_METHODS = {ADAPTIVE: Method(base="lazy", log="adaptive")}  # the others are presets
+
+
+def method_of(arm: str) -> Method | None:
+    """Return the method of an arm of everstep; None for all others."""
+    return _METHODS.get(arm) or everstep.presets.get(arm)
+
+
+def recovers_each_step(arm: str) -> bool:
+    """Return True if the arm has a log: every step can be gone back to, whatever the interval."""
+    method = method_of(arm)
+    return method is not None and method.log != "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +403,8 @@ def _generators() -> dict[str, Any]:
     """Return the states of all process-wide generators, as tensors and plain data."""
     name, keys, *rest = np.random.get_state(legacy=True)
     numbers = torch.from_numpy(np.asarray(keys).astype(np.int64))
-    return {
+    devices = {"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {}
+    return devices | {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": (name, numbers, *rest),
@@ -391,6 +413,7 @@ def _generators() -> dict[str, Any]:
 
 def _set_generators(saved: dict[str, Any]) -> None:
     torch.set_rng_state(saved["torch"])
+    torch.cuda.set_rng_state_all(saved.get("cuda", []))
     random.setstate(saved["python"])
     name, numbers, *rest = saved["numpy"]
     np.random.set_state((name, numbers.numpy().astype(np.uint32), *rest))
@@ -408,6 +431,7 @@ _DETAILS = {
     "gockpt": "bases are copied in parts over several steps; updates wait for gradients",
     "gockpt_o": "the same; copies of gradients overlap the update and the next forward",
     "logged": "dense gradients in memory, applied at recovery; bases in between",
+    ADAPTIVE: "lossy gradients in memory, applied at recovery, not exactly; bases in between",
     "lowdiff": "compressed gradients on disk, {batch_steps} steps at a time; bases in between",
     "lowdiff_plus": "dense gradients applied to the keeper's replica; bases written from there",
 }
@@ -415,20 +439,22 @@ _DETAILS = {
 
 def missing(arm: str) -> str | None:
     """Why this version has no such arm; None if it has."""
-    if arm in _DETAILS and arm not in everstep.presets:
+    if arm in _DETAILS and method_of(arm) is None:
         return f'this version has no preset "{arm}"'
     return None
 
 
 class Ours(StepArm):
-    """A method of everstep, by its preset's name, with a keeper process."""
+    """A method of everstep, with a keeper process."""
 
     def __init__(self, setting: Setting, loop: Loop, folder: Path, placement: Placement) -> None:
         super().__init__(setting, loop, folder, placement)
         arm = setting.arm
+        self._method = _METHODS.get(arm, arm)
         self.saves_each_step = setting.every == 1
         words = _DETAILS[arm].format(batch_steps=setting.batch_steps)
-        self.detail = f'method="{arm}", every={setting.every}, keep=1: {words}'
+        told = 'Method(base="lazy", log="adaptive")' if arm == ADAPTIVE else f'"{arm}"'
+        self.detail = f"method={told}, every={setting.every}, keep=1: {words}"
         if setting.tiers:
             self.detail += f"; copies in {', '.join(setting.tiers)}"
         if setting.compresses:
@@ -450,7 +476,7 @@ class Ours(StepArm):
         self._checkpointer = Checkpointer(
             self._folder,
             state,
-            method=self.setting.arm,
+            method=self._method,
             every=self.setting.every,
             keep=1,
             log=self.log(),
@@ -461,11 +487,13 @@ class Ours(StepArm):
 
     def log(self) -> LogOptions | None:
         """Return where its log is, if it has one."""
-        if everstep.presets[self.setting.arm].log == "none":
+        setting = self.setting
+        if not recovers_each_step(setting.arm):
             return None
-        if self._compressor is None and not self.setting.log_on_disk:
-            return LogOptions()
-        return LogOptions(to="disk", batch_steps=self.setting.batch_steps)
+        options = LogOptions()
+        if self._compressor is not None or setting.log_on_disk:
+            options = LogOptions(to="disk", batch_steps=setting.batch_steps)
+        return replace(options, ratio=setting.ratio) if setting.arm == ADAPTIVE else options
 
     def seams(self) -> Seams:
         """Return the seams of its Checkpointer, with the emulated link if there is one."""

@@ -18,12 +18,11 @@ from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.report import Report, Table, per_cent, range_of
 from everstep_bench.harness.session import session
 from everstep_bench.options import COMPRESSED, NONE, FrequencyOptions
-from everstep_bench.step.arms import missing, probed
+from everstep_bench.step.arms import missing, probed, recovers_each_step
 from everstep_bench.step.rounds import Bench, Rows
 from everstep_bench.step.run import check_room
 
 _BLOCK_STEPS_MIN = 8
-_LOGS = ("logged", "lowdiff", "lowdiff_plus")
 _COLUMNS = ("arm", "one can go back to", "whole state every", "slow-down", "min - max", "noise",
             "tried")  # fmt: skip
 
@@ -59,7 +58,7 @@ class Found:
     @property
     def each_step(self) -> bool:
         """True if every step can be recovered at any interval."""
-        return self.arm in _LOGS
+        return recovers_each_step(self.arm)
 
     def probe(self) -> Probe | None:
         """That of the interval; of the greatest that was tried if there is none."""
