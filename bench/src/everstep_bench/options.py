@@ -500,6 +500,10 @@ class TiersOptions(Options):
     place: str | None = option(
         None, "Where copies go: a URL or an empty folder [default: one of its own].", flags="--tier"
     )
+    log: str = option(
+        "none", "Copies of a dense log in peers and there: none, whole (exact), adaptive (lossy).",
+        choices=("none", "whole", "adaptive"),
+    )  # fmt: skip
     folder: Path | None = _folder()
     picture: Path | None = option(None, _PICTURE.format("bytes over steps"))
 

@@ -24,11 +24,13 @@ from everstep_bench.tiers.run import (
     DISK,
     MEMORY,
     PEER,
+    LogCopies,
     Occupied,
     Sampler,
     TiersReport,
     Trained,
     above,
+    copies_in,
     files_bytes,
     memory_bytes,
 )
@@ -81,6 +83,25 @@ def test_files_of_all_kinds_count(tmp_path: Path) -> None:
     (tmp_path / "y").write_bytes(b"123")
     assert files_bytes(tmp_path) == 8
     assert files_bytes(tmp_path / "nothing") == 0
+
+
+def test_segments_of_the_log_count_apart_from_bases(tmp_path: Path) -> None:
+    lossy = tmp_path / "t-0000" / "lossy"
+    for name, size in (("000000000010-000000000015", 30), ("000000000015-000000000020", 20)):
+        (lossy / name).mkdir(parents=True)
+        (lossy / name / "rank-00000.log").write_bytes(b"x" * size)
+    (tmp_path / "base").write_bytes(b"x" * 7)
+    assert copies_in(str(tmp_path)) == (7, LogCopies(50, 10))
+    assert copies_in(str(tmp_path))[1].step_bytes == 5
+
+
+def test_the_size_of_a_logged_step_is_shown_beside_its_gradients(tmp_path: Path) -> None:
+    report = report_of(tmp_path)
+    assert "Copies of the log" not in shown_by(report)
+    report.options = replace(OPTIONS, log="adaptive")
+    report.facts = replace(report.facts, size_bytes=30_000_000)
+    report.with_tiers.log = LogCopies(4_000_000, 20)
+    assert "adaptive  4.00 MB     20  0.20 MB       10.00 MB  2.0 %" in shown_by(report)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
@@ -156,10 +177,13 @@ def test_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_with_disks_peers_and_copies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log", ["none", "adaptive"])
+def test_ranks_with_disks_peers_and_copies(tmp_path: Path, log: str) -> None:
     """Real keepers: every tier is filled, nothing is above what was announced, nothing stays."""
     display = Silent()
-    options = TiersOptions(steps=STEPS, every=2, keep=2, params=100_000, batch=1, folder=tmp_path)
+    options = TiersOptions(
+        steps=STEPS, every=2, keep=2, params=100_000, batch=1, folder=tmp_path, log=log
+    )
     report = run.run_tiers(options, display)
     assert display.done == 2 * STEPS
     assert not list(tmp_path.iterdir())
@@ -169,7 +193,7 @@ def test_ranks_with_disks_peers_and_copies(tmp_path: Path) -> None:
         assert 0 < one.peak_bytes <= one.bound_bytes, one.tier
         assert one.most.keys() == set(range(1, STEPS + 1))
     for done in report.with_tiers.done:
-        assert done["committed"] == STEPS // 2
+        assert done["committed"] == STEPS // 2 + (log != "none")  # a log begins with a base
         assert done["copies"] or done["peered"]
     assert report.with_tiers.keeper_cpu_s > 0
     text = shown_by(report)

@@ -136,22 +136,27 @@ def _state_bytes(training: Training) -> int:
 
 
 def _checkpointer(order: RankOrder, training: Training) -> Any:
-    """With budgets that hold just what is needed: two states, and two of another rank."""
+    """With budgets that hold just what is needed: two states and their logs, and as much of
+    another rank."""
+    options = order.options
     state_bytes = _state_bytes(training)
     two = 2 * (state_bytes + state_bytes // _MORE_SHARE + _MORE_BYTES)
+    if options.log != "none":
+        two += 2 * (options.every + 1) * (state_bytes // 3 + _MORE_BYTES)
     tiers: list[TierOptions | PeerOptions] = []
     host_bytes = two
     if order.place is not None:
-        tiers.append(TierOptions(order.place))
-        if order.options.ranks > 1:
-            tiers.append(PeerOptions(host_bytes=two, emulated_node=str(order.rank)))
+        tiers.append(TierOptions(order.place, log=options.log))
+        if options.ranks > 1:
+            peer = PeerOptions(host_bytes=two, emulated_node=str(order.rank), log=options.log)
+            tiers.append(peer)
             host_bytes += two
     return everstep.Checkpointer(
         order.run,
         training.state(),
-        method="lazy",
-        every=order.options.every,
-        keep=order.options.keep,
+        method="lazy" if options.log == "none" else "logged",
+        every=options.every,
+        keep=options.keep,
         budget=everstep.Budget(host_bytes=host_bytes),
         tiers=tiers,
         progress_timeout_s=_TIMEOUT_S,

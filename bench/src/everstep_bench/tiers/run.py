@@ -17,6 +17,7 @@ from typing import Any
 
 from everstep.arena import CONTROL_BYTES, PAGE_BYTES
 from everstep.errors import DeadlineError, EverstepError, OptionError
+from everstep.format.names import parse_segment
 from everstep.seams import Seams
 from everstep.seams.processes.processes import process_ended
 from everstep.testing.conformance import walk
@@ -53,6 +54,7 @@ class Sampler:
         most: by tier and step, bytes; of memory, peer and disk those of the rank with the most.
         looked: how often, all in all.
         cpu_s: processor time of each keeper, as it was last seen.
+        log: the largest copy of the log that was there.
     """
 
     runs: Sequence[Path]
@@ -62,6 +64,7 @@ class Sampler:
     most: dict[str, dict[int, int]] = field(default_factory=dict)
     looked: int = 0
     cpu_s: dict[int, float] = field(default_factory=dict)
+    log: LogCopies = field(default_factory=lambda: LogCopies())
 
     def look(self, step: int) -> None:
         """Looks once.
@@ -79,7 +82,9 @@ class Sampler:
         for run in self.runs:
             self._saw(DISK, step, files_bytes(run))
         if self.place is not None:
-            self._saw(COPIES, step, place_bytes(self.place))
+            bases_bytes, log = copies_in(self.place)
+            self._saw(COPIES, step, bases_bytes)
+            self.log = max(self.log, log, key=lambda one: one.size_bytes)
 
     def _saw(self, tier: str, step: int, size_bytes: int) -> None:
         found = self.most.setdefault(tier, {})
@@ -106,21 +111,58 @@ def memory_bytes(keeper: int, host_bytes: int) -> tuple[int, int]:
 
 def files_bytes(folder: Path) -> int:
     """Sizes of all files below a folder, temporary ones included."""
-    found = 0
+    return sum(size_bytes for _, size_bytes in _files(folder))
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int]]:
     for directory, _, names in os.walk(folder):
         for name in names:
+            path = os.path.join(directory, name)
             with contextlib.suppress(FileNotFoundError):  # deleted, or renamed, meanwhile
-                found += os.lstat(os.path.join(directory, name)).st_size
-    return found
+                yield path, os.lstat(path).st_size
 
 
-def place_bytes(place: str) -> int:
-    """Of a folder with copies, or of all objects below a URL."""
+@dataclass(frozen=True, slots=True)
+class LogCopies:
+    """Copies of the log in the durable place.
+
+    Attributes:
+        size_bytes: of all segments of all ranks.
+        steps: that they contain.
+    """
+
+    size_bytes: int = 0
+    steps: int = 0
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes of a step of all ranks."""
+        return self.size_bytes / max(1, self.steps)
+
+
+def copies_in(place: str) -> tuple[int, LogCopies]:
+    """Return the bytes of all bases, and the log, in a folder or below a URL."""
+    bases_bytes = log_bytes = 0
+    segments = set()
+    for name, size_bytes in _files_in(place):
+        found = [part for part in Path(name).parts if parse_segment(part)]
+        if found:
+            log_bytes += size_bytes
+            segments.update(found)
+        else:
+            bases_bytes += size_bytes
+    spans = [parse_segment(name) or (0, 0) for name in segments]
+    return bases_bytes, LogCopies(log_bytes, sum(last - after for after, last in spans))
+
+
+def _files_in(place: str) -> Iterator[tuple[str, int]]:
     if not is_url(place):
-        return files_bytes(Path(place))
+        yield from _files(Path(place))
+        return
     seams = Seams()
     with contextlib.closing(open_tier(place, seams.filesystem, clock=seams.clock)) as tier:
-        return sum(item.size_bytes or 0 for item in walk(tier))
+        for item in walk(tier):
+            yield item.name, item.size_bytes or 0
 
 
 def above(most: Mapping[int, int], bound_bytes: int) -> list[int]:
@@ -132,6 +174,8 @@ THREAD_SHARE_MAX = 0.01
 _MB = 1e6
 _INCHES = (10.0, 6.5)
 _BYTES = ("what", "announced", "at most", "share", "at the end", "steps above")
+_LOG = ("form", "at most", "steps", "a step", "its gradients", "share")
+_GRADIENT_SHARE = 3  # of parameters and both moments
 _COST = ("training", "thread ms per step", "of a step", "trainers, CPU s", "keepers, CPU s")
 TIERS: Mapping[str, str] = {
     MEMORY: "captured state in a keeper's memory",
@@ -179,6 +223,7 @@ class Trained:
         trainer_cpu_s: of all training processes and threads.
         keeper_cpu_s: of all keepers.
         done: what each rank's Checkpointer counted.
+        log: copies of the log, at most.
     """
 
     tiers: bool
@@ -190,6 +235,7 @@ class Trained:
     keeper_cpu_s: float = 0.0
     looked: int = 0
     done: list[dict[str, Any]] = field(default_factory=list)
+    log: LogCopies = field(default_factory=LogCopies)
 
     @property
     def thread_s(self) -> float:
@@ -261,8 +307,23 @@ class TiersReport(Report):
             f"Bytes over {self.options.steps} steps", _BYTES, map(_bytes, self.with_tiers.occupied),
             words=("what",),
         )  # fmt: skip
+        if self.options.log != "none":
+            rows = [self._log_cells()]
+            yield Table("Copies of the log in the durable place", _LOG, rows, words=("form",))
         yield Table(
             "What they cost", _COST, map(_cost, (self.without, self.with_tiers)), ("training",)
+        )
+
+    def _log_cells(self) -> tuple[str, ...]:
+        log = self.with_tiers.log
+        dense_bytes = self.facts.size_bytes / _GRADIENT_SHARE
+        return (
+            self.options.log,
+            words_of(log.size_bytes),
+            f"{log.steps}",
+            words_of(log.step_bytes),
+            words_of(dense_bytes),
+            per_cent(log.step_bytes / dense_bytes),
         )
 
     def notes(self) -> Iterator[str]:
@@ -278,7 +339,7 @@ class TiersReport(Report):
     def figures(self) -> dict[str, Any]:
         """Return everything, each step included."""
         return {
-            **picked(self.options, "steps ranks every keep batch"),
+            **picked(self.options, "steps ranks every keep batch log"),
             "load_before": self.facts.machine.load,
             "state_bytes": self.facts.size_bytes,
             "thread_added_s": self.added_s,
@@ -310,14 +371,14 @@ class TiersReport(Report):
                 axes.set_xlabel("step")
 
 
-def words_of(size_bytes: int) -> str:
+def words_of(size_bytes: float) -> str:
     """``"12.35 MB"``."""
     return f"{size_bytes / _MB:.2f} MB"
 
 
 def _as_json(arm: Trained) -> dict[str, Any]:
     return {
-        **picked(arm, "tiers thread_s saved_s trainer_cpu_s keeper_cpu_s looked done"),
+        **picked(arm, "tiers thread_s saved_s trainer_cpu_s keeper_cpu_s looked done log"),
         "step_thread_s": arm.step_s,
         "step_wall_s": statistics.median(arm.wall_s),
         "occupied": [
@@ -367,7 +428,7 @@ def run_tiers(options: TiersOptions, display: Display) -> TiersReport:
         OutOfSpaceError: before anything is written, when disk or memory would not do.
         EverstepError: a rank fails, or is killed.
     """
-    if options.place is not None and place_bytes(options.place):
+    if options.place is not None and any(size for _, size in _files_in(options.place)):
         raise OptionError(f"{options.place} is not empty", hint="name a place with nothing in it")
     with session(options, display) as run:
         state_bytes = _STATE_BYTES_PER_PARAM * options.params
@@ -446,6 +507,7 @@ class _Job:
         found.trainer_cpu_s = sum(done["cpu_s"] for done in found.done)
         found.keeper_cpu_s = sum(sampler.cpu_s[keeper] - began_s[keeper] for keeper in keepers)
         found.looked = sampler.looked
+        found.log = sampler.log
         found.occupied = [
             Occupied(tier, _bound(tier, bounds), most) for tier, most in sampler.most.items()
         ]
