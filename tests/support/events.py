@@ -73,7 +73,7 @@ class Capture:
 
     Args:
         events: at which they are issued.
-        late: those that have a slot.
+        late: those that are duplicated.
     """
 
     def __init__(self, events: Sequence[int], late: Sequence[int] = ()) -> None:
@@ -87,12 +87,11 @@ class Capture:
                 event,
                 chr(ord("a") + number),
                 (Batch(number * SIZE, (number + 1) * SIZE, (self.tensors[number],)),),
-                (late.index(number) * SIZE,) if number in late else (),
+                number in late,
             )
             for number, event in enumerate(events)
         ]
-        memory = {torch.device("cpu"): torch.zeros(SIZE * len(late), dtype=torch.uint8)}
-        self.duplicates = Duplicates(memory)
+        self.duplicates = Duplicates()
         self.dispatch = self.next()
 
     def next(self) -> Dispatch:

@@ -5,7 +5,8 @@ more than the plan wants there. An update waits for the units that hold the entr
 change (I1), and for no others: an optimizer of all parameters waits for all of them, because torch
 calls no hook between the parameters of one ``step()``; an optimizer of a single parameter, which
 updates during backward, waits for its own. A unit planned for later than its update is duplicated
-first, into memory taken when the plan was made, and the update does not wait for it.
+first, into memory that is taken then and freed once the unit is copied, and the update does not
+wait for it. If the device has no memory for that, the update waits.
 
 No order of events can tear a tensor: a unit not yet issued at its update is issued then, and the
 update waits for it.
@@ -50,8 +51,7 @@ class Unit:
         event: event of the step at which they are issued.
         owner: key of the optimizer that updates their sources; ``""`` if none does.
         batches: the copies, in file order.
-        slots: for each batch, offset in the memory for duplicates where it is duplicated before its
-            update; empty if it is copied in place.
+        late: it is duplicated before its update and copied from the duplicate.
         planned_s: for each batch, planned start and end in seconds after the step mark; empty
             without a plan.
     """
@@ -59,25 +59,24 @@ class Unit:
     event: int
     owner: str
     batches: tuple[Batch, ...]
-    slots: tuple[int, ...] = ()
+    late: bool = False
     planned_s: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(slots=True)
 class Duplicates:
-    """Memory for duplicates on each device, and the transfers that still read it.
+    """Duplicates made under one plan.
 
     Attributes:
-        readers: transfer that reads the slots of a unit, by the number of the unit.
+        readers: transfer that reads the latest duplicate of a unit, by the number of the unit.
+        short: True once a device had no memory for a duplicate.
     """
 
-    memory: Mapping[torch.device, torch.Tensor]
     readers: dict[int, Transfer] = field(default_factory=dict)
+    short: bool = False
 
-    @property
-    def size_bytes(self) -> int:
-        """Size on all devices."""
-        return sum(memory.numel() for memory in self.memory.values())
+
+_ALIGNED_BYTES = 512  # of each batch in a duplicate
 
 
 @dataclass(slots=True, eq=False)
@@ -104,15 +103,34 @@ class UnitCopy:
         """Copies to issue: out of the duplicate, if there is one."""
         return self.unit.batches if self.duplicate is None else self.duplicate
 
-    def make_duplicate(self, of_device: Mapping[torch.device, torch.Tensor]) -> None:
-        """Copy the unit within its device, in the order of the current stream."""
+    def make_duplicate(self) -> bool:
+        """Copy the unit within its device, in the order of the current stream.
+
+        Returns:
+            False if the device has no memory for it.
+        """
+        begins = [0]
+        for batch in self.unit.batches:
+            begins.append(begins[-1] + -(-batch.size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES)
+        device = self.unit.batches[0].first.device
+        try:
+            memory = torch.empty(begins[-1], dtype=torch.uint8, device=device)
+        # Host memory that is short raises a plain RuntimeError.
+        except (torch.OutOfMemoryError, RuntimeError):
+            return False
         copies = []
-        for batch, slot in zip(self.unit.batches, self.unit.slots, strict=True):
-            memory = of_device[batch.first.device]
-            end = slot + batch.size_bytes
-            run_batch(Batch(slot, end, batch.sources, batch.rearranged), memory)
-            copies.append(Batch(batch.begin, batch.end, (memory[slot:end],)))
+        for batch, begin in zip(self.unit.batches, begins, strict=False):
+            end = begin + batch.size_bytes
+            run_batch(Batch(begin, end, batch.sources, batch.rearranged), memory)
+            copies.append(Batch(batch.begin, batch.end, (memory[begin:end],)))
         self.duplicate = tuple(copies)
+        return True
+
+    def arrived(self, end: int, now_s: float) -> None:
+        """Note that the unit was copied up to a position; at its end, free the duplicate."""
+        self.arrived_s.append(now_s)
+        if self.duplicate and end >= self.unit.batches[-1].end:
+            self.duplicate = ()
 
 
 class Dispatch:
@@ -121,7 +139,7 @@ class Dispatch:
     Args:
         block: memory that the copies fill, flat ``uint8``.
         units: units in the order of the link.
-        duplicates: memory for units with slots.
+        duplicates: duplicates of late units.
         over: called once, in any thread, when nothing is left to issue.
 
     Attributes:
@@ -192,7 +210,7 @@ class Dispatch:
         with self._lock:
             for copy in self._of.get(owner, ()):
                 if copy.issued_s is None and copy.duplicate is None:
-                    if copy.unit.slots:
+                    if copy.unit.late:
                         self._duplicate(copy, timeout_s)
                     else:
                         self._issue(copy)
@@ -245,7 +263,7 @@ class Dispatch:
             # again.
             copy.issued_s = self._now_s()
             copy.transfer = self._lane.submit(
-                copy.batches, self._block, lambda end: copy.arrived_s.append(self._now_s())
+                copy.batches, self._block, lambda end: copy.arrived(end, self._now_s())
             )
             if copy.duplicate is not None:
                 self._duplicates.readers[copy.number] = copy.transfer
@@ -269,9 +287,10 @@ class Dispatch:
         reader = self._duplicates.readers.get(copy.number)
         try:
             if reader is not None and not reader.gate(copy.unit.batches[-1].end, timeout_s):
-                self._issue(copy)  # the copies of the step before still read these slots
-            else:
-                copy.make_duplicate(self._duplicates.memory)
+                self._issue(copy)  # the duplicate of the step before is still being copied
+            elif not copy.make_duplicate():
+                self._duplicates.short = True
+                self._issue(copy)
         except Exception as error:
             self.fail(error)
 

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.dispatch import Dispatch, Unit
+from everstep.capture.dispatch import Dispatch, Unit, UnitCopy
 from everstep.capture.lane import Lane
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
 from everstep.link.save import Save
 from everstep.options import Budget, Method, presets
+from everstep.plan.schedule import StepPlan, plan_departures
 from everstep.seams import ManualClock, Seams, failpoints
 from everstep.testing import inspect
 from everstep.testing.emulated_link import EmulatedLink
@@ -115,6 +116,40 @@ def test_no_tensor_is_torn(kind: str, run_folder: Path) -> None:
         for step in range(12, 3, -1):
             ckpt.resume(step)
             assert other.snapshot() == snapshots[step], step
+
+
+def all_late(seconds: Any, leaving: Any, link: float, **options: Any) -> StepPlan:
+    """A plan that duplicates everything, unless there is no memory for that."""
+    plan = plan_departures(seconds, leaving, link, **options)
+    if not options.get("duplicates", True):
+        return plan
+    last = len(seconds) - 1
+    late = [dataclasses.replace(one, event=last, duplicated=True) for one in plan.departures]
+    return dataclasses.replace(
+        plan, departures=tuple(late), duplicated_bytes=sum(one.chunk.size_bytes for one in late)
+    )
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_updates_wait_only_without_memory_for_duplicates(
+    memory: bool, run_folder: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Then the next plan has none; every capture is right before and after."""
+    monkeypatch.setattr(scheduled, "plan_departures", all_late)
+    if not memory:
+        monkeypatch.setattr(UnitCopy, "make_duplicate", lambda self: False)
+    loop, snapshots = Loop("inside"), {}
+    with checkpointer(run_folder, loop.state) as ckpt:
+        for step in range(1, 13):
+            loop.train(step)
+            snapshots[step] = loop.snapshot()
+            ckpt.step()
+        ckpt.wait()
+        assert (stats_of(ckpt).duplicated_bytes > 0) == memory
+    assert ("no memory for duplicates" in capfd.readouterr().err) != memory
+    for step in (4, 8, 12):
+        assert restored(run_folder, "inside", step) == snapshots[step]
 
 
 @pytest.mark.thinned(2)

@@ -67,7 +67,33 @@ def test_what_is_late_leaves_from_its_duplicate() -> None:
     assert capture.right
 
 
-def test_a_slot_is_not_written_while_the_capture_before_leaves_from_it() -> None:
+def test_a_duplicate_is_freed_once_it_is_copied() -> None:
+    capture = Capture([0, 5], late=[1])
+    capture.dispatch.reach(0)
+    capture.update(1)
+    assert capture.dispatch.copies[1].duplicate
+    capture.dispatch.reach(5)
+    assert capture.right
+    assert capture.dispatch.copies[1].duplicate == ()
+
+
+def test_an_update_waits_where_there_is_no_memory_for_a_duplicate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capture = Capture([0, 5], late=[1])
+    capture.dispatch.reach(0)
+
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", full)
+        capture.update(1)
+    assert capture.duplicates.short
+    assert capture.right
+
+
+def test_duplicates_of_two_captures_are_not_in_memory_together() -> None:
     capture = Capture([0, 5], late=[1])
     first = capture.dispatch
     first.reach(0)

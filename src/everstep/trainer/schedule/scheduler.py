@@ -77,7 +77,8 @@ class ScheduleStats:
         step_s: duration of a step without waits; None without a plan.
         predicted_wait_s: time a step waits for copies by the plan; None without a plan.
         waited_s: measured waits of the latest steps under the same plan, oldest first.
-        duplicated_bytes: device memory used for duplicates.
+        duplicated_bytes: device memory that duplicates take at most, between an update and the
+            end of their copies.
         tensors: times of the newest complete capture, by entry.
     """
 
@@ -113,7 +114,7 @@ def batch_times(dispatch: Dispatch) -> list[BatchTimes]:
             planned: tuple[float | None, float | None] = (None, None)
             if unit.planned_s:
                 planned = unit.planned_s[place]
-            times = TensorTimes(*planned, start_s - zero_s, end_s - zero_s, bool(unit.slots))
+            times = TensorTimes(*planned, start_s - zero_s, end_s - zero_s, unit.late)
             found.append((batch.begin, batch.end, times))
             start_s = end_s
     return found
@@ -155,8 +156,8 @@ def _merge_times(one: TensorTimes, other: TensorTimes) -> TensorTimes:
     )
 
 
-_SLOT_BYTES = 512
 _MISSES_MAX = 4
+_PROBE_BYTES_MAX = 64 << 20
 
 
 class CopySource(NamedTuple):
@@ -185,7 +186,7 @@ class BoundPlan:
         plan: the plan; None while the first steps are observed.
         keys: sequence of events of the steps it is for.
         updates: index of the event at which each optimizer, by key, updates first.
-        duplicates: device memory of duplicated tensors (Checkflow's snapshots).
+        duplicates: duplicates made under it (Checkflow's snapshots).
         issuing_events: indices of the events at which units are issued.
         misses: latest consecutive steps that did not wait as predicted.
         misses_max: number of misses after which the plan is made again.
@@ -195,7 +196,7 @@ class BoundPlan:
     plan: StepPlan | None = None
     keys: tuple[int, ...] = ()
     updates: Mapping[str, int] = field(default_factory=dict)
-    duplicates: Duplicates = field(default_factory=lambda: Duplicates({}))
+    duplicates: Duplicates = field(default_factory=Duplicates)
     issuing_events: frozenset[int] = frozenset()
     misses: list[Observed] = field(default_factory=list)
     misses_max: int = _MISSES_MAX
@@ -226,35 +227,35 @@ def all_at_mark(sources: Sequence[CopySource], updates: Mapping[str, int]) -> tu
     return tuple(Unit(0, owner, tuple(by_owner[owner])) for owner in order)
 
 
-def plan_units(
-    plan: StepPlan, sources: Sequence[CopySource]
-) -> tuple[tuple[Unit, ...], dict[torch.device, int]]:
-    """Return the copies of a plan, and the sizes of duplicates."""
-    groups: list[tuple[tuple[int, str, bool], list[tuple[Batch, tuple[float, float]]]]] = []
+class _Together(NamedTuple):
+    """Copies with the same values that follow each other are one unit."""
+
+    event: int
+    owner: str
+    late: bool
+    device: torch.device
+
+
+def plan_units(plan: StepPlan, sources: Sequence[CopySource]) -> tuple[Unit, ...]:
+    """Return the copies of a plan."""
+    groups: list[tuple[_Together, list[tuple[Batch, tuple[float, float]]]]] = []
     for departure in plan.departures:
         source = sources[departure.chunk.item]
-        key = departure.event, source.owner, departure.duplicated
+        key = _Together(
+            departure.event, source.owner, departure.duplicated, source.batch.first.device
+        )
         if not groups or groups[-1][0] != key:
             groups.append((key, []))
         batch = _cut(source.batch, departure.chunk.begin, departure.chunk.end)
         groups[-1][1].append((batch, (departure.start_s, departure.end_s)))
-    sizes: dict[torch.device, int] = {}
     units = []
-    for (event, owner, duplicated), found in groups:
+    for key, found in groups:
         # In file order: Dispatch.admit() takes the end of the last batch as the end of the unit.
         found.sort(key=lambda pair: pair[0].begin)
         batches = tuple(batch for batch, _ in found)
-        slots = tuple(_slot(batch, sizes) for batch in batches) if duplicated else ()
         planned_s = tuple(times for _, times in found)
-        units.append(Unit(event, owner, batches, slots, planned_s))
-    return tuple(units), sizes
-
-
-def _slot(batch: Batch, sizes: dict[torch.device, int]) -> int:
-    device = (batch.sources[0] if batch.rearranged is None else batch.rearranged).device
-    begin = sizes.get(device, 0)
-    sizes[device] = begin + -(-(batch.end - batch.begin) // _SLOT_BYTES) * _SLOT_BYTES
-    return begin
+        units.append(Unit(key.event, key.owner, batches, key.late, planned_s))
+    return tuple(units)
 
 
 def _cut(batch: Batch, begin: int, end: int) -> Batch:
@@ -263,29 +264,23 @@ def _cut(batch: Batch, begin: int, end: int) -> Batch:
     return Batch(batch.begin + begin, batch.begin + end, (batch.sources[0][begin:end],))
 
 
-def allocate_duplicates(sizes: Mapping[torch.device, int]) -> tuple[Duplicates, float] | None:
-    """Allocate device memory for duplicates.
+def duplicate_speed(plan: StepPlan, sources: Sequence[CopySource]) -> float:
+    """Return the speed, in bytes per second, at which duplicates hold up the training thread.
 
-    Returns:
-        The memory, and the speed of duplication where it blocks the training thread (in host
-        memory; infinite on devices), in bytes per second. None if there is not enough memory.
+    Infinite on devices, which make them without the host.
     """
-    try:
-        memory = {
-            device: torch.zeros(size, dtype=torch.uint8, device=device)
-            for device, size in sizes.items()
-        }
-    # Host memory that is short raises a plain RuntimeError.
-    except (torch.OutOfMemoryError, RuntimeError):
-        return None
-    speed = float("inf")
-    for device, some in memory.items():
-        half = some.numel() // 2
-        if device.type == "cpu" and half:
-            start_s = time.perf_counter()
-            some[:half].copy_(some[half : 2 * half])
-            speed = half / max(1e-9, time.perf_counter() - start_s)
-    return Duplicates(memory), speed
+    devices = {
+        sources[departure.chunk.item].batch.first.device.type
+        for departure in plan.departures
+        if departure.duplicated
+    }
+    if "cpu" not in devices:
+        return float("inf")
+    size_bytes = min(plan.duplicated_bytes, _PROBE_BYTES_MAX)
+    source = torch.zeros(size_bytes, dtype=torch.uint8)
+    start_s = time.perf_counter()
+    torch.empty_like(source).copy_(source)
+    return size_bytes / max(1e-9, time.perf_counter() - start_s)
 
 
 _PROGRAMS_MAX = 4  # sequences of events with a plan
@@ -381,6 +376,7 @@ class Scheduler:
         self._programs = _Programs()
         self._measured = _Measured()
         self._dispatch: Dispatch | None = None  # of the step in progress
+        self._short = False  # a device had no memory for duplicates
         self.open: list[Dispatch] = []
 
     def end_step(self) -> None:
@@ -463,7 +459,7 @@ class Scheduler:
         """Return the current statistics."""
         plan = self._bound_plan.plan
         measured = self._measured
-        duplicates = sum(p.duplicates.size_bytes for p in self._programs.plans.values())
+        bound_plans = self._programs.plans.values()
         return replace(
             measured.counts,
             link_bytes_per_s=measured.link_bytes_per_s,
@@ -471,7 +467,10 @@ class Scheduler:
             step_s=None if plan is None else plan.step_s,
             predicted_wait_s=None if plan is None else plan.wait_s,
             waited_s=tuple(measured.waited_s),
-            duplicated_bytes=duplicates,
+            duplicated_bytes=max(
+                (one.plan.duplicated_bytes for one in bound_plans if one.plan is not None),
+                default=0,
+            ),
             tensors=measured.tensors(),
         )
 
@@ -514,12 +513,13 @@ class Scheduler:
         misses."""
         self._measured.counts.followed_steps += 1
         self._measured.waited_s.append(observed.wait_s)
+        short = bound_plan.duplicates.short and plan.duplicated_bytes > 0
         off_s = abs(observed.wait_s - plan.wait_s)
-        if off_s <= max(_TOLERANCE * plan.wait_s, _TOLERANCE_S):
+        if not short and off_s <= max(_TOLERANCE * plan.wait_s, _TOLERANCE_S):
             bound_plan.misses = []
             return
         bound_plan.misses.append(observed)
-        if len(bound_plan.misses) >= bound_plan.misses_max:
+        if short or len(bound_plan.misses) >= bound_plan.misses_max:
             waited_s = statistics.median(step.wait_s for step in bound_plan.misses)
             self._make_plan(bound_plan.misses, f"steps wait {waited_s * 1e3:.1f} ms for copies")
             # Waits that cannot be predicted must not cause a new plan again and again.
@@ -541,23 +541,19 @@ class Scheduler:
         ]
         self._measured.waited_s.clear()
         plan = plan_departures(seconds, leaving, link)
-        duplicates = Duplicates({})
-        speed = float("inf")
-        if plan.duplicated_bytes:
-            units, sizes = plan_units(plan, self._sources)
-            found = allocate_duplicates(sizes)
-            if found is None:
-                why = f"{why}; the device has no memory for duplicates".removeprefix("; ")
-                plan = plan_departures(seconds, leaving, link, duplicates=False)
-            else:
-                duplicates, speed = found
-                # The speed changes the predicted waits only; the slots allocated above still fit.
-                plan = plan_departures(seconds, leaving, link, duplicate_bytes_per_s=speed)
-        units, _ = plan_units(plan, self._sources)
+        self._short = self._short or self._bound_plan.duplicates.short
+        if self._short:
+            why = f"{why}; the device has no memory for duplicates".removeprefix("; ")
+            plan = plan_departures(seconds, leaving, link, duplicates=False)
+        elif plan.duplicated_bytes:
+            # The speed changes the predicted waits only.
+            speed = duplicate_speed(plan, self._sources)
+            plan = plan_departures(seconds, leaving, link, duplicate_bytes_per_s=speed)
+        units = plan_units(plan, self._sources)
         self._measured.counts.plans += 1
         issuing_events = frozenset(unit.event for unit in units if unit.event)
         self._programs.add(
-            BoundPlan(units, plan, last.keys, last.updates, duplicates, issuing_events)
+            BoundPlan(units, plan, last.keys, last.updates, Duplicates(), issuing_events)
         )
         self._announce(plan, why)
 
@@ -596,8 +592,8 @@ class Scheduler:
         self._tensors = tensors
         for bound_plan in self._programs.plans.values() if same else ():
             assert bound_plan.plan is not None
-            # Equal places: events, slots and ends stay valid, and only the tensors are replaced.
-            bound_plan.units, _ = plan_units(bound_plan.plan, self._sources)
+            # Equal places: events and ends stay valid, and only the tensors are replaced.
+            bound_plan.units = plan_units(bound_plan.plan, self._sources)
         if not same or self._bound_plan.plan is None:
             updates = self._bound_plan.updates
             self._programs = _Programs()
