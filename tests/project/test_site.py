@@ -223,7 +223,8 @@ def test_benchmarks_accept_their_options(page: Path, monkeypatch: pytest.MonkeyP
         raise BeginsError
 
     # matplotlib may be missing here.
-    monkeypatch.setattr("everstep.cli.plan.schedule.check_picture", str)
+    for module in ("schedule", "schedule_output"):
+        monkeypatch.setattr(f"everstep.cli.plan.{module}.check_picture", str)
     monkeypatch.setattr(commands, "_measured", begins)
     lines = [line for line in inline_commands(page) if line.startswith("everstep bench ")]
     assert lines

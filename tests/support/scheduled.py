@@ -31,7 +31,7 @@ class Loop:
         if kind in ("inside", "inside clipped"):
             for number, parameter in enumerate(parameters):
                 one = torch.optim.AdamW([parameter], lr=0.05)
-                self.optimizers[f"o{number}"] = one
+                self.optimizers[f"optimizer {number}"] = one
                 parameter.register_post_accumulate_grad_hook(self._update_of(one))
         elif kind == "several":
             self.optimizers["first"] = torch.optim.SGD(parameters[::2], lr=0.1, momentum=0.9)

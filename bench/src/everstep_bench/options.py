@@ -205,7 +205,7 @@ class StallOptions(Options):
     def begin(self) -> None:
         """Look whether a picture can be drawn."""
         if self.picture is not None:
-            from everstep.cli.plan.schedule import check_picture
+            from everstep.cli.plan.schedule_output import check_picture
 
             check_picture(self.picture)
 
@@ -524,7 +524,7 @@ class TiersOptions(Options):
     def begin(self) -> None:
         """Look whether a picture can be drawn."""
         if self.picture is not None:
-            from everstep.cli.plan.schedule import check_picture
+            from everstep.cli.plan.schedule_output import check_picture
 
             check_picture(self.picture)
 

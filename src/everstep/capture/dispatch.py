@@ -29,7 +29,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -371,6 +371,7 @@ class StepEvents:
         self._now_s = now_s
         self._handles: list[Any] = []
         self._numbers: dict[Hashable, int] = {}
+        self._names: dict[int, str] = {}  # of numbers, except those of updates
         self._patterns = LRUCache[Hashable, int]()  # numbers of updates
         self._next = itertools.count()
         self._roots: tuple[nn.Module, ...] = ()
@@ -382,19 +383,21 @@ class StepEvents:
         """Number of events, and patterns of updates, that have a number."""
         return len(self._numbers) + len(self._patterns)
 
-    def watch(self, roots: Iterable[nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
-        """Watch these modules and optimizers from now on, and no others."""
+    def watch(self, roots: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+        """Watch these modules and optimizers, by name, from now on, and no others."""
         self.close()
-        self._roots = tuple(roots)
+        self._roots = tuple(roots.values())
         self._optimizers = optimizers
-        modules = {
-            id(module): module
-            for root in self._roots
-            for module in root.modules()
-            if next(module.parameters(recurse=False), None) is not None
-        }
-        for module in _spread(list(modules.values())):
-            number = self._number(("module", id(module)))
+        modules: dict[int, tuple[str, nn.Module]] = {}
+        names: dict[int, str] = {}  # of parameters
+        for root, one in roots.items():
+            for path, module in one.named_modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    modules.setdefault(id(module), (f"{root}.{path}".rstrip("."), module))
+            for path, owned in one.named_parameters():
+                names.setdefault(id(owned), f"{root}.{path}")
+        for name, module in _spread(list(modules.values())):
+            number = self._number(("module", id(module)), f"forward of {name}")
             hook = _ModuleHook(self, number, module)
             self._handles.append(module.register_forward_pre_hook(hook))
         parameters = {
@@ -405,7 +408,8 @@ class StepEvents:
             if parameter.requires_grad and parameter.is_leaf
         }
         for parameter in _spread(list(parameters.values())):
-            number = self._number(("gradient", id(parameter)))
+            name = names.get(id(parameter), "a parameter")
+            number = self._number(("gradient", id(parameter)), f"gradient of {name}")
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(_GradientHook(self, number)))
 
@@ -416,7 +420,7 @@ class StepEvents:
             expected: sequence of events that a plan was made for, if there is one.
             requested: events of it at which ``reached`` is called.
         """
-        mark = self._number("mark")
+        mark = self._number("mark", "step mark")
         self._step = _Step(expected, requested, bool(expected), [mark], [self._now_s()])
 
     def end(self) -> Observed | None:
@@ -473,6 +477,7 @@ class StepEvents:
             handle.remove()
         self._handles.clear()
         self._numbers.clear()
+        self._names.clear()
         self._patterns = LRUCache()
         self._step = None
 
@@ -490,11 +495,24 @@ class StepEvents:
         if step.follows and event in step.requested:
             self._reached(event)
 
-    def _number(self, source: Hashable) -> int:
+    def _number(self, source: Hashable, name: str) -> int:
         number = self._numbers.get(source)
         if number is None:
             number = self._numbers[source] = next(self._next)
+            self._names[number] = name
         return number
+
+    def names_of(self, observed: Observed) -> list[str]:
+        """Return the names of a step's events, the same in every process that watches them.
+
+        Numbers are given in each process anew. An optimizer's updates after the first one of a step
+        have no name of their own.
+        """
+        firsts = {event: f"update by {key}" for key, event in observed.updates.items()}
+        return [
+            self._names.get(number) or firsts.get(event, "update")
+            for event, number in enumerate(observed.keys)
+        ]
 
 
 class _ModuleHook:

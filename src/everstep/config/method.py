@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from types import MappingProxyType
 
 from everstep.config.given import checked, is_int, one_of
@@ -82,6 +83,9 @@ class Method:
             and gradients are written as captured, and the process that restores the base runs the
             optimizers on them; one rank uses the device and kernels of training, several ranks
             use the CPU.
+        plan: for ``base="scheduled"``: file written by ``everstep plan schedule --out``, which is
+            followed instead of a plan made from the first steps. Its state must be ``{"model":
+            ..., "optimizer": ...}``, and its steps those of the traced model.
     """
 
     base: str = "lazy"
@@ -94,6 +98,7 @@ class Method:
     held_steps: int = 1
     chunk_bytes: int | str = "auto"
     rebuild: str = "keeper"
+    plan: str | None = None
 
     def __post_init__(self) -> None:
         one_of("base", self.base, _BASES)
@@ -121,6 +126,13 @@ class Method:
             raise OptionError(
                 f"base='scheduled' captures every step: log={self.log!r} would add nothing",
                 hint="base='lazy' with the log, or log='none'",
+            )
+        if isinstance(self.plan, PurePath):
+            object.__setattr__(self, "plan", str(self.plan))
+        if self.plan is not None and self.base != "scheduled":
+            raise OptionError(
+                f"Method.plan is followed with base='scheduled', not with base={self.base!r}",
+                hint="Method(base='scheduled', plan=...)",
             )
         self._check_multistep()
         self._check_tiers()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.cli.plan.schedule import check_target
+from everstep.cli.plan.schedule_output import check_target
 from everstep.errors import OptionError
 from everstep_bench.harness import loop as loops
 from everstep_bench.harness.options import from_words, parse_list, parse_number, parse_params

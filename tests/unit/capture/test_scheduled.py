@@ -267,7 +267,7 @@ class Watched:
         self.model = Net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.events = StepEvents(self.reached.append, self._stray)
-        self.events.watch([self.model], {"optimizer": self.optimizer})
+        self.events.watch({"model": self.model}, {"optimizer": self.optimizer})
 
     def _stray(self) -> None:
         self.strays += 1
@@ -341,7 +341,7 @@ def test_what_updates_waited_is_no_part_of_the_times(monkeypatch: pytest.MonkeyP
     events = StepEvents(lambda event: None, lambda: None, lambda: now[0])
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    events.watch([model], {"optimizer": optimizer})
+    events.watch({"model": model}, {"optimizer": optimizer})
     events.begin()
     now[0] = 3.0
     event = events.update("optimizer")
@@ -400,7 +400,7 @@ def test_a_compiled_model_is_compiled_whole() -> None:
 def test_at_most_so_many_are_watched() -> None:
     model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(300)])
     events = StepEvents(lambda event: None, lambda: None)
-    events.watch([model], {"o": torch.optim.SGD(model.parameters(), lr=0.1)})
+    events.watch({"model": model}, {"o": torch.optim.SGD(model.parameters(), lr=0.1)})
     watched = [hooks_on(owner) for owner in [*model.modules(), *model.parameters()]]
     assert sum(len(hooks) for found in watched for hooks in found.values()) == 2 * 64
     events.close()
@@ -409,7 +409,7 @@ def test_at_most_so_many_are_watched() -> None:
 def test_updates_of_ever_new_parameters_are_told_apart_and_forgotten() -> None:
     events = StepEvents(lambda event: None, lambda: None)
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(10)]
-    events.watch([], {"o": torch.optim.SGD(parameters, lr=0.1)})
+    events.watch({}, {"o": torch.optim.SGD(parameters, lr=0.1)})
     seen: dict[int, int] = {}
     for number in [*range(1, 600), *range(590, 600), *range(1, 9)]:
         for bit, parameter in enumerate(parameters):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from everstep.cli import app
 from everstep.cli.common.errors import ExitCode
 from everstep.cli.plan.schedule import _MODULE
+from everstep.plan.schedule.plan_file import PlanFile
 
 
 def run(*words: str, columns: int = 200) -> Result:
@@ -93,6 +94,40 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert found["snapshot_bytes"] == 3 * 4 * (64 * 64 + 64) + 2 * 4  # two step counters
 
 
+def test_a_plan_is_written_and_shown(tmp_path: Path) -> None:
+    model = factory(tmp_path, "model(x).square().mean()")
+    out = tmp_path / "plan.json"
+    words = ["--model", model, "--optimizer", "AdamW", "--link", "9000GB/s", "--out", str(out)]
+    shown = run(*words).stdout
+    assert "optimizer/state/model.weight/exp_avg" in shown
+    assert "forward of model" in shown
+    assert 'Method(base="scheduled", plan="' in shown
+    plan = PlanFile.decode(out.read_bytes(), "plan.json")
+    assert plan.tensors["model/weight"] == 4 * 64 * 64
+    assert plan.about["optimizer"] == "AdamW"
+    assert plan.peak_bytes["without"] <= plan.peak_bytes["planned"]
+    assert sum(copy.end - copy.begin for copy in plan.copies) == sum(plan.tensors.values())
+
+
+def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    head = "def optimizer(found): return torch.optim.RMSprop(found, lr=0.01, momentum=0.9)"
+    model = factory(tmp_path, "model(x).square().mean()", head)
+    words = ["--model", model, "--link", "9000GB/s"]
+    found = document(*words, "--optimizer", model.replace(":factory", ":optimizer"))
+    assert found["snapshot_bytes"] > 3 * 4 * (64 * 64 + 64)
+
+
+def test_a_step_above_the_limit_of_memory_has_no_plan(tmp_path: Path) -> None:
+    peak_bytes = alexnet()["peak_bytes"]["planned"]
+    words = ["--model", "alexnet", "--link", "63GB/s", "--memory-limit"]
+    assert document(*words, str(peak_bytes))["infeasible"] is None
+    out = tmp_path / "plan.json"
+    result = run(*words, str(peak_bytes // 2), "--out", str(out))
+    assert result.exit_code == ExitCode.INFEASIBLE
+    assert "more than the limit of" in result.output
+    assert not out.exists()
+
+
 def test_data_that_decides(tmp_path: Path) -> None:
     head = "import itertools\ncount = itertools.count()"
     model = factory(tmp_path, "(model(x) if next(count) < 2 else model(model(x))).sum()", head)
@@ -115,6 +150,9 @@ def test_what_has_no_kernel_without_data_is_traced_on_the_cpu(tmp_path: Path) ->
         (["--model", f"{__file__}:nothing"], "has no function"),
         (["--model", "alexnet", "--link", "40"], ""),
         (["--model", "alexnet", "--batch", "0"], "batch"),
+        (["--model", "alexnet", "--optimizer", "adamv"], "did you mean 'adam'"),
+        (["--model", "alexnet", "--optimizer", "nowhere.py:o"], "there is no file"),
+        (["--model", "alexnet", "--mode", "paper", "--out", "plan.json"], "in the mode direct"),
     ],
 )
 def test_refused(words: list[str], message: str) -> None:

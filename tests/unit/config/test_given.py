@@ -60,6 +60,7 @@ FITS: dict[str, tuple[Any, ...]] = {
     "Method.overlap_forward": (False,),
     "Method.held_steps": (),
     "Method.chunk_bytes": (),
+    "Method.plan": (None,),
     "Method.rebuild": (),
     "PeerOptions.bytes_per_s": (None, 5, 0.5),
     "PeerOptions.host_bytes": (None, 5),

@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from everstep.cli.common.output import table
-from everstep.cli.plan.schedule import check_picture
+from everstep.cli.plan.schedule_output import check_picture
 from everstep.errors import PermissionDeniedError
 from everstep_bench.harness.figures import Spread, Verdict, plain
 from everstep_bench.harness.machine import Machine

@@ -1,49 +1,59 @@
-"""``everstep plan schedule``: when to copy each tensor off the device, and the cost of that.
-
-Pictures: check that one can be drawn, and draw the memory of a step.
-"""
+"""``everstep plan schedule``: when to copy each tensor off the device, and the cost of that."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
-from everstep.cli.common.output import console, in_words, parse_bytes_per_s, seconds_in_words
+from everstep.cli.common.output import console, parse_bytes, parse_bytes_per_s
 from everstep.cli.common.runs import absolute, checked_path, kind_of
+from everstep.cli.plan.schedule_output import (
+    check_picture,
+    check_target,
+    document_of,
+    draw_plan,
+    show,
+)
+from everstep.config import nearest
 from everstep.errors import EverstepError, OptionError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
 
     from everstep.plan.schedule.exact import Planned
+    from everstep.plan.schedule.plan_file import PlanFile
     from everstep.plan.schedule.steps import Device
     from everstep.plan.schedule.trace import Optimizers, Training
 
 _MODULE = "everstep_planned_model"
 _OURS = str(Path(__file__).parents[2])
 
-_Optimizer = Literal["sgd", "adam"]
 _Half = Literal["bf16", "fp16"]
 _Mode = Literal["direct", "paper"]
 
 
+_ABOUT = "model batch optimizer gpu in_backward autocast scaler ranks".split()
+"""Options that are in the document and in the file of a plan."""
+
+
 def schedule(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="A network's name, or FILE.py:factory.")],
     batch: Annotated[int, typer.Option(min=1, help="Samples in a step.")] = 32,
-    optimizer: Annotated[_Optimizer, typer.Option(help="Plain, with its defaults.")] = "sgd",
+    optimizer: Annotated[
+        str,
+        typer.Option(help="Of torch.optim, with its defaults, like AdamW; or FILE.py:function."),
+    ] = "sgd",
     in_backward: Annotated[
         bool,
         typer.Option("--in-backward", help="Update each parameter once its gradient is computed."),
@@ -81,11 +91,21 @@ def schedule(
     mode: Annotated[
         _Mode, typer.Option(help="direct: offload from live tensors; paper: always duplicate.")
     ] = "direct",
+    limit: Annotated[
+        str | None,
+        typer.Option("--memory-limit", help="Most device memory that a step may take, like 24GB."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(callback=checked_path, help="Write the plan for Method(plan=), as JSON."),
+    ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Solve the integer program.")] = False,
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds for --exact.")] = 120.0,
     picture: Annotated[
         Path | None,
-        typer.Option(callback=checked_path, help="Draw memory over the step (needs matplotlib)."),
+        typer.Option(
+            callback=checked_path, help="Draw memory and copies over the step (needs matplotlib)."
+        ),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -95,7 +115,10 @@ def schedule(
     low. Operators take the roofline time of the GPU's data sheet; real ones take longer, which
     leaves more time for copies. A factory gets the batch size and returns a model and a function
     that computes its loss. Exit status 3 if the link is too slow, with the bandwidth that would be
-    enough, or if the steps of a model differ.
+    enough, if the peak of memory is above the limit, or if the steps of a model differ.
+
+    Method(base="scheduled", plan=FILE) executes a plan written with --out. Its deadlines are those
+    of a run: all tensors of an optimizer leave, or are duplicated, before its update.
     """
     from everstep.plan.schedule.exact import plan_step
     from everstep.plan.schedule.trace import trace_of
@@ -105,22 +128,17 @@ def schedule(
     network_bytes_per_s = None if network is None else parse_bytes_per_s("--network", network)
     if (ranks is None) != (network is None):
         raise OptionError("--ranks and --network go together")
-    if link is not None:
-        bandwidth = parse_bytes_per_s("--link", link)
-    elif on is not None:
-        bandwidth = on.link_bytes_per_s
-    else:
-        raise OptionError(f"--gpu {gpu}: no data sheet says how fast the link is", hint="--link")
-    if picture is not None:
-        check_picture(picture)
-    training = _training(model)
-    of_a_file = ":" in model
+    bandwidth = _bandwidth(link, on, gpu)
+    limit_bytes = None if limit is None else parse_bytes("--memory-limit", limit)
+    _check_targets(out, picture, executable=mode == "direct" and ranks is None)
     start_s = time.perf_counter()
-    with _report_user_errors(model) if of_a_file else nullcontext():
+    training = _training(model)
+    makes = _optimizer(optimizer)
+    with _report_user_errors(model) if ":" in model + optimizer else nullcontext():
         trace = trace_of(
             training,
             batch,
-            _optimizer(optimizer),
+            makes,
             in_backward=in_backward,
             autocast=_dtype(autocast),
             scaled=scaler,
@@ -135,30 +153,55 @@ def schedule(
         mode,
         exact_s=limit_s if exact else None,
         network_bytes_per_s=network_bytes_per_s,
-    )
-    about: dict[str, Any] = {
-        "model": model,
-        "batch": batch,
-        "optimizer": optimizer,
-        "gpu": gpu,
-        "in_backward": in_backward,
-        "autocast": autocast,
-        "scaler": scaler,
-        "ranks": ranks,
-        "network_bytes_per_s": network_bytes_per_s,
-    }
-    document = _document(found, about, mode, disk_bytes_per_s)
-    if picture is not None and found.schedule is not None:
-        from everstep.tiers.durable_files import storage_errors
-
-        with storage_errors("draw the picture", picture):
-            draw_memory(found, f"{model}, batch {batch}", picture)
+        executed=out is not None,
+    ).within(limit_bytes)
+    about = {name: context.params[name] for name in _ABOUT}
+    about |= {"network_bytes_per_s": network_bytes_per_s, "memory_limit_bytes": limit_bytes}
+    document = document_of(found, about, mode, disk_bytes_per_s)
+    written = _write(found, about, out, picture)
     if json_output:
         emit(document)
     else:
-        _show(console(), found, document)
+        show(console(), found, document, written)
     if found.schedule is None:
         raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+def _bandwidth(link: str | None, on: Device | None, gpu: str) -> float:
+    if link is not None:
+        return parse_bytes_per_s("--link", link)
+    if on is None:
+        raise OptionError(f"--gpu {gpu}: no data sheet says how fast the link is", hint="--link")
+    return on.link_bytes_per_s
+
+
+def _check_targets(out: Path | None, picture: Path | None, *, executable: bool) -> None:
+    if out is not None:
+        check_target(out)
+        if not executable:
+            raise OptionError("a plan for Method(plan=) is of one rank, and in the mode direct")
+    if picture is not None:
+        check_picture(picture)
+
+
+def _write(
+    found: Planned, about: Mapping[str, Any], out: Path | None, picture: Path | None
+) -> tuple[PlanFile, Path] | None:
+    """Write the plan and draw it; return the plan with its path, None if it was not written."""
+    from everstep.plan.schedule.plan_file import plan_file
+    from everstep.tiers.durable_files import storage_errors
+
+    if found.schedule is None:
+        return None
+    plan = plan_file(found.trace, found.problem, found.schedule, about)
+    if picture is not None:
+        with storage_errors("draw the picture", picture):
+            draw_plan(found, plan, f"{about['model']}, batch {about['batch']}", picture)
+    if out is None:
+        return None
+    with storage_errors("write the plan", out):
+        out.write_bytes(plan.encode())
+    return plan, out
 
 
 def _device(
@@ -196,37 +239,65 @@ def _dtype(half: _Half | None) -> torch.dtype | None:
     return None if half is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
 
 
-def _optimizer(name: _Optimizer) -> Optimizers:
+def _optimizer(name: str) -> Optimizers:
+    """Return the function that makes an optimizer of parameters.
+
+    Raises:
+        OptionError: there is none of this name; or the file cannot be loaded.
+    """
     import torch
 
-    return torch.optim.Adam if name == "adam" else lambda found: torch.optim.SGD(found, 0.1)
+    if ":" in name:
+        made: Optimizers = _function_of("--optimizer", name, "def optimizer(parameters): ...")
+        return made
+    if name == "sgd":
+        return lambda found: torch.optim.SGD(found, 0.1)
+    known = {
+        word.lower(): value
+        for word, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    del known["optimizer"]
+    if name.lower() not in known:
+        guess = nearest(name.lower(), known)
+        raise OptionError(
+            f"--optimizer {name!r}: torch.optim has none of this name",
+            hint=f"did you mean {guess!r}?" if guess else "like AdamW, or FILE.py:function",
+        )
+    return known[name.lower()]
 
 
 def _training(model: str) -> Training:
     """Return the function that makes a model and its loss."""
-    path, colon, name = model.rpartition(":")
-    if not colon:
+    if ":" not in model:
         from everstep.workloads.published import published
 
         return published(model).training
+    made: Training = _function_of("--model", model, "def factory(batch): return model, loss")
+    return made
+
+
+def _function_of(flag: str, told: str, hint: str) -> Any:
+    """Return the function of ``FILE.py:function``.
+
+    Raises:
+        OptionError: there is no such file or function, or the file raises an exception.
+    """
+    path, _, name = told.rpartition(":")
     if kind_of(absolute(path)) != "other":
-        raise OptionError(f"--model {model!r}: there is no file {path}", hint="FILE.py:factory")
+        raise OptionError(f"{flag} {told!r}: there is no file {path}", hint=f"FILE.py:{name}")
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
-        raise OptionError(f"--model {model!r}: {path} is no Python file", hint="FILE.py:factory")
+        raise OptionError(f"{flag} {told!r}: {path} is no Python file", hint=f"FILE.py:{name}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module  # dataclasses resolve annotations there
     sys.path.insert(0, str(Path(path).absolute().parent))  # as python FILE.py does
-    with _report_user_errors(model):
+    with _report_user_errors(told):
         spec.loader.exec_module(module)
-    factory: Any = getattr(module, name, None)
-    if not callable(factory):
-        raise OptionError(
-            f"--model {model!r}: {path} has no function {name!r}",
-            hint="def factory(batch): return model, loss",
-        )
-    made: Training = factory
-    return made
+    found: Any = getattr(module, name, None)
+    if not callable(found):
+        raise OptionError(f"{flag} {told!r}: {path} has no function {name!r}", hint=hint)
+    return found
 
 
 @contextmanager
@@ -250,144 +321,3 @@ def _report_user_errors(model: str) -> Iterator[None]:
         where = f", line {theirs[-1].lineno}" if theirs else ""
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise OptionError(f"--model {model!r}{where}: {text}") from error
-
-
-def _document(
-    found: Planned, about: dict[str, Any], mode: str, disk_bytes_per_s: float
-) -> dict[str, Any]:
-    problem = found.problem
-    plan = found.schedule
-    needed = found.needed_bytes_per_s
-    return {
-        **about,
-        "mode": mode,
-        "times": found.times,
-        "traced_on": found.trace.device,
-        "notes": list(found.trace.notes),
-        "method": found.method,
-        "operators": len(found.trace.operators),
-        "step_s": problem.step_s,
-        "link_bytes_per_s": problem.link_bytes_per_s,
-        "needed_bytes_per_s": needed if needed < math.inf else None,
-        "margin": problem.link_bytes_per_s / needed - 1,
-        "snapshot_bytes": problem.size_bytes,
-        "peak_bytes": {
-            "without": problem.peak_bytes,
-            "all_at_once": found.blocking_peak_bytes,
-            "planned": None if plan is None else plan.peak_bytes,
-            "bound": None if plan is None else plan.bound_bytes,
-        },
-        "gap": None if plan is None else plan.gap,
-        "chunk_bytes": None if plan is None else plan.chunk_bytes,
-        "chunks": None if plan is None else len(plan.placements),
-        "duplicated_bytes": None if plan is None else _duplicated(found),
-        "disk_bytes_per_s": found.disk_bytes_per_s,
-        "persist_every_steps": found.every_steps(disk_bytes_per_s),
-        "trace_s": found.trace_s,
-        "plan_s": found.plan_s,
-        "infeasible": None if found.infeasible is None else found.infeasible.message,
-    }
-
-
-def _duplicated(found: Planned) -> int:
-    assert found.schedule is not None
-    places = found.schedule.placements
-    return sum(place.chunk.size_bytes for place in places if place.snapshot is not None)
-
-
-def _show(out: Console, found: Planned, document: dict[str, Any]) -> None:
-    problem = found.problem
-    plan = found.schedule
-    step = seconds_in_words(problem.step_s)
-    out.print(
-        f"{document['model']}, batch {document['batch']}, {document['optimizer']}: "
-        f"{document['operators']} operators in {step} ({found.times})"
-    )
-    for note in found.trace.notes:
-        out.print(note)
-    needed = found.needed_bytes_per_s / 1e9
-    link = problem.link_bytes_per_s / 1e9
-    out.print(
-        f"checkpoint of {in_words(problem.size_bytes)} each step: takes {needed:.1f} GB/s of the "
-        f"link's {link:.1f} ({document['margin']:+.0%})"
-    )
-    if plan is None:
-        assert found.infeasible is not None
-        out.print(f"infeasible: {found.infeasible.message}")
-        return
-    extra = plan.peak_bytes - problem.peak_bytes
-    out.print(
-        f"peak of memory {in_words(plan.peak_bytes)}: {in_words(extra)} more than without "
-        f"checkpoints, {in_words(found.blocking_peak_bytes - plan.peak_bytes)} less than with a "
-        "duplicate of everything at once"
-    )
-    out.print(
-        f"no plan has a peak below {in_words(plan.bound_bytes)}: gap {plan.gap:.2%}, with chunks "
-        f"of {in_words(plan.chunk_bytes)}; {in_words(document['duplicated_bytes'])} are duplicated "
-        f"({found.method})"
-    )
-    out.print(
-        f"persisting each takes {found.disk_bytes_per_s / 1e9:.1f} GB/s of a disk; "
-        f"it keeps up with one in {document['persist_every_steps']}"
-    )
-    out.print(
-        f"traced on {document['traced_on']} in {seconds_in_words(found.trace_s)}, "
-        f"planned in {seconds_in_words(found.plan_s)}"
-    )
-
-
-_INCHES = (10.0, 4.0)
-_DPI = 150
-
-
-def check_picture(path: Path) -> None:
-    """Check that a picture can be drawn, before anything is computed for it.
-
-    Raises:
-        UnavailableError: matplotlib is missing.
-        OptionError: there is no such folder, or no such kind of picture.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnavailableError(
-            "a picture needs matplotlib, which is not installed",
-            hint="pip install matplotlib, or leave out --picture",
-        )
-    check_target(path)
-    canvas: Any = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
-    kinds = canvas.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in kinds:
-        raise OptionError(
-            f"--picture: no picture is drawn as {path.suffix!r}", hint=f"one of {', '.join(kinds)}"
-        )
-
-
-def check_target(path: Path) -> None:
-    """Check that a file can be written to ``path``, before anything is computed for it.
-
-    Raises:
-        OptionError: there is no such folder, or it is one.
-    """
-    if not path.absolute().parent.is_dir():
-        raise OptionError(f"there is no folder {path.absolute().parent}", hint="make it first")
-    if path.is_dir():
-        raise OptionError(f"{path} is a folder", hint="name a file in it")
-
-
-def draw_memory(found: Planned, title: str, path: Path) -> None:
-    """Draw memory over the time of a step, with the plan's snapshots and without."""
-    from everstep.plan.schedule.schedule import memory_of
-
-    assert found.schedule is not None
-    agg: Any = importlib.import_module("matplotlib.backends.backend_agg")
-    figures: Any = importlib.import_module("matplotlib.figure")
-    figure = figures.Figure(figsize=_INCHES, layout="constrained")
-    axes = figure.subplots()
-    ends_ms = [s * 1e3 for s in accumulate(found.problem.seconds)]
-    planned = memory_of(found.problem, found.schedule.placements)
-    for label, values in (("with checkpoints", planned), ("without", found.problem.live_bytes)):
-        axes.step([0.0, *ends_ms], [v / 1e6 for v in (values[0], *values)], label=label)
-    at_once = found.blocking_peak_bytes / 1e6
-    axes.axhline(at_once, linestyle=":", color="grey", label="all duplicated at once (peak)")
-    axes.set(xlabel="ms of the step", ylabel="MB", title=title, ylim=(0, at_once * 1.05))
-    axes.legend(loc="lower right")
-    agg.FigureCanvasAgg(figure).print_figure(str(path), dpi=_DPI)

@@ -9,8 +9,14 @@ Read in this order:
 ``schedule``  the plan as an optimization problem, a heuristic, and a lower bound
 ``exact``     optimal plans by integer programming; a plan for a traced step, with its figures
 ``timeline``  plans from the events of a real step
+``plan_file`` plans in files, for the events of a real step
 """
 
-from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
+from everstep.plan.schedule.timeline import (
+    Leaving,
+    StepPlan,
+    follow_placements,
+    plan_departures,
+)
 
-__all__ = ["Leaving", "StepPlan", "plan_departures"]
+__all__ = ["Leaving", "StepPlan", "follow_placements", "plan_departures"]

@@ -17,10 +17,11 @@ import importlib
 import importlib.util
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.errors import InfeasibleError, OptionError, UnavailableError
+from everstep.plan.schedule.plan_file import executed_problem
 from everstep.plan.schedule.schedule import (
     Group,
     Mode,
@@ -183,6 +184,23 @@ class Planned:
     trace_s: float
     plan_s: float
 
+    def within(self, limit_bytes: float | None) -> Planned:
+        """Return the plan; without a schedule if its peak is above a limit of device memory.
+
+        The peak of a plan is the lowest one that was found, so that no other plan helps.
+        """
+        plan = self.schedule
+        if plan is None or limit_bytes is None or plan.peak_bytes <= limit_bytes:
+            return self
+        error = InfeasibleError(
+            f"a step takes {plan.peak_bytes / 1e9:.3g} GB of device memory, "
+            f"{self.problem.peak_bytes / 1e9:.3g} GB without checkpoints: more than the limit of "
+            f"{limit_bytes / 1e9:.3g} GB",
+            quantity="device_bytes",
+            needed=float(plan.peak_bytes),
+        )
+        return replace(self, schedule=None, infeasible=error)
+
     @property
     def blocking_peak_bytes(self) -> int:
         """Peak memory with a duplicate of the whole state at once, as CheckFreq makes it."""
@@ -216,6 +234,7 @@ def plan_step(
     *,
     exact_s: float | None = None,
     network_bytes_per_s: float | None = None,
+    executed: bool = False,
 ) -> Planned:
     """Plan a traced step.
 
@@ -224,12 +243,13 @@ def plan_step(
         exact_s: time limit for the optimal plan of the same chunks. Without a solver the greedy
             plan is returned, and :attr:`Planned.method` states it.
         network_bytes_per_s: bandwidth at which each rank sends, for collectives.
+        executed: plan for a file (:mod:`.plan_file`): with the deadlines of a running step.
 
     Raises:
         OptionError: no times are known, or the step takes no time.
     """
     seconds, times = times_of(trace, device, network_bytes_per_s)
-    problem = problem_of(trace, seconds, link_bytes_per_s)
+    problem = (executed_problem if executed else problem_of)(trace, seconds, link_bytes_per_s)
     if not problem.step_s:
         raise OptionError("no operator of this step takes any time: there is nothing to plan")
     start_s = time.perf_counter()

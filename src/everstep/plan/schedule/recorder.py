@@ -91,6 +91,11 @@ class Recorder(TorchDispatchMode):
             for part in parts_of(tensor):
                 self._note(part, kind, name, begin=-1)
 
+    @property
+    def count(self) -> int:
+        """Number of operators recorded so far."""
+        return 0 if self._steps is None else len(self._steps.operators)
+
     def gradients(self, parameters: Iterable[Tensor]) -> None:
         """Mark the gradients that backward has left as gradients."""
         for parameter in parameters:

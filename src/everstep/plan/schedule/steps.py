@@ -10,8 +10,8 @@ whichever is longer. Real durations are longer; a plan states that its times are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -102,6 +102,10 @@ class StepTrace:
         device: device on which it was traced.
         step_s: duration of an unobserved step; None on the meta device.
         notes: remarks for the user.
+        events: name and first operator of each event that hooks see in a running step
+            (:class:`everstep.capture.dispatch.StepEvents`).
+        updates: event at which each optimizer updates first, by its name.
+        owners: name of the optimizer that updates a parameter, by the parameter's name.
     """
 
     operators: tuple[Operator, ...]
@@ -109,6 +113,9 @@ class StepTrace:
     device: str
     step_s: float | None = None
     notes: tuple[str, ...] = ()
+    events: tuple[tuple[str, int], ...] = ()
+    updates: Mapping[str, int] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def state(self) -> tuple[Traced, ...]:

@@ -120,21 +120,38 @@ def plan_departures(
     needed = problem.needed_bytes_per_s("direct")
     problem, placements = _stretched(problem)
     planned = _departures(placements, leaving, items, len(lengths), duplicates=duplicates)
-    times_s, waits_s = _predict(lengths, planned, items, link_bytes_per_s, duplicate_bytes_per_s)
-    departures = tuple(
-        replace(departure, event=firsts[departure.event], start_s=start_s, end_s=end_s)
-        for departure, (start_s, end_s) in zip(planned, times_s, strict=True)
+    return _step_plan(
+        (firsts, lengths), planned, items, problem, placements, needed, duplicate_bytes_per_s
     )
-    return StepPlan(
-        departures,
-        {firsts[number]: wait_s for number, wait_s in enumerate(waits_s) if wait_s > 0},
-        sum(lengths),
-        sum(departure.chunk.size_bytes for departure in planned if departure.duplicated),
-        link_bytes_per_s,
-        needed,
-        problem,
-        tuple(placements),
+
+
+def follow_placements(
+    seconds: Sequence[float],
+    leaving: Sequence[Leaving],
+    placements: Sequence[Placement],
+    link_bytes_per_s: float,
+    *,
+    duplicates: bool = True,
+    duplicate_bytes_per_s: float = float("inf"),
+) -> StepPlan:
+    """Return a plan whose copies are given, with the waits that this step will have under it.
+
+    Args:
+        seconds: durations from each event to the next, and from the last one to the next mark.
+        leaving: tensors to copy.
+        placements: their copies in the order of the link; an operator is an event.
+        duplicates: True if there is memory for duplicates; otherwise updates wait.
+        duplicate_bytes_per_s: speed of making duplicates.
+    """
+    items = tuple(
+        Item(str(number), item.size_bytes, min(item.update, len(seconds)))
+        for number, item in enumerate(leaving)
     )
+    problem = Problem(tuple(seconds), (0,) * len(seconds), items, link_bytes_per_s)
+    planned = _departures(placements, leaving, items, len(seconds), duplicates=duplicates)
+    needed = problem.needed_bytes_per_s("direct")
+    intervals = range(len(seconds)), seconds
+    return _step_plan(intervals, planned, items, problem, placements, needed, duplicate_bytes_per_s)
 
 
 def place(problem: Problem) -> tuple[list[Placement], int]:
@@ -268,6 +285,39 @@ def _departures(
             continue
         found.append(Departure(chunk, interval, late))
     return found if duplicates else sorted(found, key=lambda departure: departure.event)
+
+
+def _step_plan(
+    intervals: tuple[Sequence[int], Sequence[float]],
+    planned: Sequence[Departure],
+    items: Sequence[Item],
+    problem: Problem,
+    placements: Sequence[Placement],
+    needed_bytes_per_s: float,
+    duplicate_bytes_per_s: float,
+) -> StepPlan:
+    """Return the plan of these copies, with predicted times and waits.
+
+    Args:
+        intervals: first event and duration of each interval of the step.
+        planned: the copies; their events are numbers of intervals.
+    """
+    firsts, lengths = intervals
+    link = problem.link_bytes_per_s
+    times_s, waits_s = _predict(lengths, planned, items, link, duplicate_bytes_per_s)
+    return StepPlan(
+        tuple(
+            replace(departure, event=firsts[departure.event], start_s=start_s, end_s=end_s)
+            for departure, (start_s, end_s) in zip(planned, times_s, strict=True)
+        ),
+        {firsts[number]: wait_s for number, wait_s in enumerate(waits_s) if wait_s > 0},
+        sum(lengths),
+        sum(departure.chunk.size_bytes for departure in planned if departure.duplicated),
+        link,
+        needed_bytes_per_s,
+        problem,
+        tuple(placements),
+    )
 
 
 def _predict(

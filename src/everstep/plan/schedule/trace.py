@@ -24,8 +24,10 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
+from everstep.capture.dispatch import Observed, StepEvents
 from everstep.errors import EverstepError, OptionError, UnavailableError, UnsupportedStateError
 from everstep.plan.schedule.recorder import Recorder
 from everstep.plan.schedule.steps import HALF, Kind, StepTrace, difference
@@ -242,23 +245,20 @@ def trace_training(
     step_s: float | None = None
     with ExitStack() as stack:
         for parameter in apart:
-            if not parameter.requires_grad:
-                continue  # frozen: no gradient comes
-            hook = parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
-            stack.callback(hook.remove)
+            if parameter.requires_grad:  # a frozen one gets no gradient
+                register: Any = parameter.register_post_accumulate_grad_hook
+                stack.callback(register(update).remove)
         if parallel is not None:
             stack.callback(parallel.attach(recorder.collective))
+        watch = stack.enter_context(_Watch(model, optimizers, recorder, apart=bool(apart)))
         try:
-            # The warm-up runs under the recorder, too, to name an operator that cannot run without
-            # data.
-            with recorder:
+            with recorder:  # the warm-up, too: it names an operator that needs data
                 for _ in range(warm_up_steps if warm_up else 0):
                     step()
-            if timed:
-                # Outside the recorder, whose own time would count.
+            if timed:  # outside the recorder, whose own time would count
                 step_s = _seconds(step, recorder.device)
             recorder.begin(state_of(model, optimizers, scaler))
-            with recorder:
+            with recorder, watch.step():
                 step()
         except EverstepError:
             raise
@@ -282,7 +282,78 @@ def trace_training(
     operators, tensors = recorder.result()
     if not operators:
         raise EverstepError("the step runs no operator: there is nothing to plan")
-    return StepTrace(operators, tensors, str(recorder.device.type), step_s)
+    return watch.complete(StepTrace(operators, tensors, str(recorder.device.type), step_s))
+
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+"""Names under which a run that follows a plan has its model and its optimizer in the state."""
+
+
+class _Watch(ExitStack):
+    """Watch a traced step as a running one is watched: its events, and the operators before each.
+
+    Args:
+        apart: each parameter has an optimizer of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        recorder: Recorder,
+        *,
+        apart: bool,
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._optimizers = {
+            f"{OPTIMIZER} {number}" if apart else OPTIMIZER: one
+            for number, one in enumerate(optimizers)
+        }
+        # Its clock is the number of operators so far.
+        self._events = StepEvents(lambda event: None, lambda: None, lambda: recorder.count)
+        self._observed: Observed | None = None
+        self._names: list[str] = []
+
+    def __enter__(self) -> _Watch:
+        self.callback(self._events.close)
+        self._events.watch({MODEL: self._model}, self._optimizers)
+        for key, one in self._optimizers.items():
+            self.callback(one.register_step_pre_hook(partial(self._updates, key)).remove)
+        return self
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch one step."""
+        self._events.begin()
+        yield
+        self._observed = self._events.end()
+        if self._observed is not None:
+            self._names = self._events.names_of(self._observed)
+
+    def complete(self, trace: StepTrace) -> StepTrace:
+        """Return the trace with the events of the step."""
+        observed = self._observed
+        if observed is None:
+            return trace
+        counts = accumulate(map(int, observed.seconds), initial=0)
+        keys = {
+            id(parameter): key
+            for key, optimizer in self._optimizers.items()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        named = self._model.named_parameters(remove_duplicate=False)
+        return replace(
+            trace,
+            events=tuple(zip(self._names, counts, strict=False)),
+            updates=observed.updates,
+            owners={name: keys[id(one)] for name, one in named if id(one) in keys},
+        )
+
+    def _updates(self, key: str, *_: Any) -> None:
+        self._events.update(key)
 
 
 def _checked(loss: Any) -> Tensor:

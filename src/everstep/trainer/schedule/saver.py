@@ -32,11 +32,15 @@ from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base import PlannedCopies, PreparedBase, Saver
 from everstep.trainer.participant import BaseRequest, Mark, Participant, TrainingContext
+from everstep.trainer.schedule.given import GivenPlan
 from everstep.trainer.schedule.scheduler import Scheduler
 
 
 class ScheduledSaver(Saver):
     """Saver whose captures follow a plan.
+
+    Args:
+        given: plan to follow; None: plans are made from the steps.
 
     Attributes:
         scheduler: makes the plans and issues the copies.
@@ -45,8 +49,13 @@ class ScheduledSaver(Saver):
     copies_in_flight = 3
     parks = True
 
-    def __init__(self, context: TrainingContext, participants: Sequence[Participant]) -> None:
-        self.scheduler = Scheduler(context.run, context.state, context.lane)
+    def __init__(
+        self,
+        context: TrainingContext,
+        participants: Sequence[Participant],
+        given: GivenPlan | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(context.run, context.state, context.lane, given)
         self._planned = _PlannedLane(context.lane, self.scheduler)
         super().__init__(replace(context, lane=self._planned), participants)
         in_memory = context.options.method.in_memory

@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.filesize import decimal
@@ -39,6 +39,7 @@ from everstep.seams.progress import log_or_print
 from everstep.state.layout.shards import overlaps
 from everstep.state.training_state import State
 from everstep.trainer.base import PreparedBase
+from everstep.trainer.schedule.given import GivenPlan
 
 
 class TensorTimes(NamedTuple):
@@ -80,6 +81,7 @@ class ScheduleStats:
         duplicated_bytes: device memory that duplicates take at most, between an update and the
             end of their copies.
         tensors: times of the newest complete capture, by entry.
+        misfit: reason why the plan of ``Method(plan=)`` is not followed; None if it is.
     """
 
     captures: int = 0
@@ -94,6 +96,7 @@ class ScheduleStats:
     waited_s: tuple[float, ...] = ()
     duplicated_bytes: int = 0
     tensors: Mapping[str, TensorTimes] = field(default_factory=dict)
+    misfit: str | None = None
 
 
 def batch_times(dispatch: Dispatch) -> list[BatchTimes]:
@@ -358,12 +361,15 @@ class Scheduler:
         run: run folder, for messages.
         state: state to capture.
         lane: makes the copies.
+        given: plan to follow; None: plans are made from the steps.
 
     Attributes:
         open: captures with copies that may be in progress.
     """
 
-    def __init__(self, run: PurePath, state: State, lane: Lane) -> None:
+    def __init__(
+        self, run: PurePath, state: State, lane: Lane, given: GivenPlan | None = None
+    ) -> None:
         self._run = run
         self._state = state
         self._lane = lane
@@ -377,6 +383,7 @@ class Scheduler:
         self._measured = _Measured()
         self._dispatch: Dispatch | None = None  # of the step in progress
         self._short = False  # a device had no memory for duplicates
+        self._given = given
         self.open: list[Dispatch] = []
 
     def end_step(self) -> None:
@@ -472,6 +479,7 @@ class Scheduler:
                 default=0,
             ),
             tensors=measured.tensors(),
+            misfit=None if self._given is None else self._given.misfit,
         )
 
     # --- What the events bring ----------------------------------------------------------
@@ -499,6 +507,8 @@ class Scheduler:
         else:
             self._measured.counts.strayed_steps += bound_plan.plan is not None
             before = programs.seen_once.pop(keys, None)
+            if self._given is not None and self._given.waits:
+                before = before or observed  # its times are known: one step is enough
             if keys in programs.plans:
                 pass  # it has a plan, but another one was predicted
             elif before is not None and self._measured.links:
@@ -529,7 +539,7 @@ class Scheduler:
         link = self._measured.link_bytes_per_s
         assert link is not None
         last = steps[-1]
-        seconds = _typical([step.seconds for step in steps])
+        seconds = tuple(_typical([step.seconds for step in steps]))
         events = len(last.keys)
         leaving = [
             Leaving(
@@ -540,15 +550,18 @@ class Scheduler:
             for source in self._sources
         ]
         self._measured.waited_s.clear()
-        plan = plan_departures(seconds, leaving, link)
+        plan_step = functools.partial(
+            self._plan_step, replace(last, seconds=seconds), leaving, link
+        )
+        plan = plan_step()
         self._short = self._short or self._bound_plan.duplicates.short
         if self._short:
             why = f"{why}; the device has no memory for duplicates".removeprefix("; ")
-            plan = plan_departures(seconds, leaving, link, duplicates=False)
+            plan = plan_step(duplicates=False)
         elif plan.duplicated_bytes:
             # The speed changes the predicted waits only.
             speed = duplicate_speed(plan, self._sources)
-            plan = plan_departures(seconds, leaving, link, duplicate_bytes_per_s=speed)
+            plan = plan_step(duplicate_bytes_per_s=speed)
         units = plan_units(plan, self._sources)
         self._measured.counts.plans += 1
         issuing_events = frozenset(unit.event for unit in units if unit.event)
@@ -557,10 +570,33 @@ class Scheduler:
         )
         self._announce(plan, why)
 
+    def _plan_step(
+        self, step: Observed, leaving: Sequence[Leaving], link: float, **options: Any
+    ) -> StepPlan:
+        """Return the plan of a step: the given one if it fits, else one made from its times."""
+        given = self._given
+        if given is not None:
+            assert self._prepared is not None
+            new = given.waits
+            ranges = [(source.batch.begin, source.batch.end) for source in self._sources]
+            events = self._events.names_of(step)
+            plan = given.bind(self._prepared, ranges, leaving, step, events, link, **options)
+            if plan is not None:
+                return plan
+            if new:
+                log_or_print(
+                    f"{self._run}: {given.path} is not followed, captures are planned from the "
+                    f"steps themselves: {given.misfit}"
+                )
+        return plan_departures(step.seconds, leaving, link, **options)
+
     def _announce(self, plan: StepPlan, why: str) -> None:
         plans = self._measured.counts.plans
         if plans > _ANNOUNCED_MAX:
             return
+        given = self._given
+        if given is not None and given.misfit is None:
+            why = f"from {given.path}; {why}".removesuffix("; ")
         because = f" ({why})" if why else ""
         waits = "no step waits for them"
         if plan.wait_s > _TOLERANCE_S:
@@ -581,7 +617,8 @@ class Scheduler:
         if prepared is self._prepared and tensors is self._tensors:
             return
         if prepared is not self._prepared:
-            roots = [value for value in self._state.values.values() if isinstance(value, nn.Module)]
+            values = self._state.values.items()
+            roots = {key: value for key, value in values if isinstance(value, nn.Module)}
             self._events.watch(roots, self._state.optimizers)
         before = self._sources
         self._sources = tuple(copy_sources(prepared, tensors))

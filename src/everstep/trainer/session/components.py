@@ -34,7 +34,7 @@ from everstep.trainer.job import RunPlace, refuse_single_base_with_peer
 from everstep.trainer.log import NonFiniteCheck, Recorder
 from everstep.trainer.multistep import MultistepDriver, replayable_gradient_bytes, window_end
 from everstep.trainer.participant import BaseSource, Participant, TrainingContext
-from everstep.trainer.schedule import ScheduledSaver
+from everstep.trainer.schedule import GivenPlan, ScheduledSaver, given_plan
 from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.footprint import Footprint, print_footprint
 from everstep.trainer.session.promise import safe_steps
@@ -114,6 +114,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     footprint = Footprint.of(options, place, state)
     memory = footprint.memory
     limits = footprint.limits
+    given = given_plan(options.method.plan, seams.filesystem, state)
     # After the budgets were checked: a start that they refuse leaves no run folder.
     run_id = place.open_run()
     channel = BackgroundChannel(
@@ -132,8 +133,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
             memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), footprint.peer_log_bytes
         )
     context = TrainingContext(options, run, state, lane, channel, seams.clock)
-    saver = (ScheduledSaver if options.is_scheduled else Saver)(context, participants)
-    source: BaseSource = saver
+    source: BaseSource = (saver := _saver_of(context, participants, given))
     recorder = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
@@ -192,6 +192,14 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     warn_of_unsaved_residuals(state)
     print_footprint(footprint, options, place, state, limits, in_process=terms.in_process)
     return components
+
+
+def _saver_of(
+    context: TrainingContext, participants: Sequence[Participant], given: GivenPlan | None
+) -> Saver:
+    if context.options.is_scheduled:
+        return ScheduledSaver(context, participants, given)
+    return Saver(context, participants)
 
 
 def _refuse_lossy_replicas(
