@@ -468,6 +468,10 @@ class ScheduleOptions(Options):
     executed: bool = option(
         False, "Carry plans out here, and compare, instead.", flags="--executed"
     )
+    peaks: bool = option(
+        False, "Execute a plan for each network on the CPU, and compare peaks of memory, instead.",
+        flags="--peaks",
+    )  # fmt: skip
     compute: bool = option(False, "With --executed: layers that are not paced.", flags="--compute")
     disk_bytes_per_s: float = option(
         "3GB/s", "Bandwidth of the disk, like 3GB/s.", parse_speed, flags="--disk"

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from everstep.cli import app
 from everstep.cli.common.errors import ExitCode
 from everstep_bench.schedule import executed
 from everstep_bench.schedule.executed import ExecutedOptions, ExecutedRow, run_executed
+from everstep_bench.schedule.peaks import PeaksReport, allocated_bytes, network_peak
+from tests.support.stalls import shown_by
 
 TINY = ExecutedOptions(layers=2, width=32, layer_s=1e-3, steps=3, checked_steps=2)
 
@@ -108,3 +111,26 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert shown.exit_code == ExitCode.OK, shown.output
     assert "the link is EMULATED" in shown.stdout
+
+
+def test_memory_that_a_step_takes_at_most() -> None:
+    def step() -> None:
+        one = torch.empty(1 << 20, dtype=torch.uint8)
+        two = torch.empty(1 << 20, dtype=torch.uint8)
+        del one
+        three = torch.empty(1 << 19, dtype=torch.uint8)
+        del two, three
+
+    assert allocated_bytes(step) == 2 << 20
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_network_is_followed_with_the_predicted_peak(tmp_path: Path) -> None:
+    row = network_peak(tmp_path / "transformer", "transformer", adam=False)
+    assert row.followed
+    assert row.duplicated_bytes > 0
+    assert row.without[1] == pytest.approx(row.without[0], rel=0.02)
+    assert row.with_copies[1] == pytest.approx(row.with_copies[0], rel=0.02)
+    text = shown_by(PeaksReport("SGD", (row,)))
+    assert "transformer" in text
+    assert "yes" in text

@@ -32,7 +32,7 @@ from everstep_bench.harness.display import Display
 from everstep_bench.harness.figures import Verdict, picked, plain
 from everstep_bench.harness.report import Findings, Table, mb, number
 from everstep_bench.options import ScheduleOptions
-from everstep_bench.schedule import executed
+from everstep_bench.schedule import executed, peaks
 
 _LINK_BYTES_PER_S = 63e9
 _MARGIN = 1.05
@@ -466,7 +466,7 @@ _LEAST_S_MAX = 1e-3
 
 def run_schedule(
     options: ScheduleOptions, display: Display
-) -> ScheduleReport | executed.ExecutedReport:
+) -> ScheduleReport | executed.ExecutedReport | peaks.PeaksReport:
     """Plan all cells; or carry plans out, if that is asked for.
 
     Raises:
@@ -475,6 +475,8 @@ def run_schedule(
     if options.executed:
         chosen = executed.ExecutedOptions(compute=options.compute, folder=options.folder)
         return executed.run_executed(chosen, display)
+    if options.peaks:
+        return peaks.run_peaks(options.folder, adam=options.adam, display=display)
     start_s = time.monotonic()
     on = device(options.gpu)
     optimizer: Optimizers = torch.optim.Adam if options.adam else _sgd
