@@ -8,8 +8,8 @@ Read in this order:
                       of the lane by the tensors' devices
 ``pinned``            pinned host memory that CUDA devices copy into
 ``update_hooks``      hooks on optimizers: count updates, and hold them back until copies are made
-``dispatch``          copies issued at planned events of a step (``trainer/schedule``); events of a
-                      training step, as seen by hooks
+``step_events``       events of a training step, as seen by hooks, with times
+``dispatch``          copies issued at planned events of a step (``trainer/schedule``)
 ``spot_check``        comparison of samples of a capture with the live state
 ``mark_samples``      samples of the state in step marks of the log, compared during replay
 ``version_counters``  detection of writes by torch's version counters

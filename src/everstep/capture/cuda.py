@@ -48,6 +48,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from everstep.capture.batches import Batch, Chunks, Runs
 from everstep.capture.lane import CpuLane, CpuTransfer, Lane, Progress, Take, Transfer
@@ -212,6 +213,18 @@ def moment_on(tensor: torch.Tensor) -> Any:
     """
     device = _device(tensor)
     return _event(_cuda.current_stream(device)) if device.type == "cuda" else None
+
+
+def moment_of(optimizers: Iterable[Optimizer]) -> Any:
+    """Return :func:`moment_on` the device that the optimizers update on; None in host memory, and
+    while a graph is captured there."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if on_cuda(parameter) and _cuda.is_current_stream_capturing():
+                    return None
+                return moment_on(parameter)
+    return None
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:

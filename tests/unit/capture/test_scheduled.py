@@ -9,13 +9,16 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from everstep.capture.dispatch import Dispatch, Observed, StepEvents, UnitCopy
+from everstep.capture import step_events
+from everstep.capture.dispatch import Dispatch, UnitCopy
+from everstep.capture.step_events import Observed, StepEvents
 from everstep.errors import DeadlineError, StateError
 from everstep.trainer.schedule.scheduler import Scheduler
 from tests.support.events import SIZE, Capture
@@ -258,6 +261,13 @@ class Net(nn.Module):
         return result
 
 
+def ended(events: StepEvents) -> Observed:
+    """The step that ends now, in host memory."""
+    keys, (observed,) = events.end()
+    assert observed.keys == keys
+    return observed
+
+
 class Watched:
     """A model whose events are followed."""
 
@@ -275,11 +285,9 @@ class Watched:
     def step(self, expected: Sequence[int] = (), asked: Sequence[int] = ()) -> Observed:
         self.events.begin(expected, asked)
         self.model(torch.randn(3, 4)).sum().backward()
-        self.events.waited(self.events.update("optimizer"), 0.0)
+        self.events.waiting(self.events.update("optimizer"))()
         self.optimizer.step()
-        observed = self.events.end()
-        assert observed is not None
-        return observed
+        return ended(self.events)
 
 
 def test_a_step_is_a_sequence_of_events() -> None:
@@ -333,7 +341,7 @@ def test_an_evaluation_without_gradients_is_no_part_of_a_step() -> None:
     watched.events.begin(keys, ())
     with torch.no_grad():
         watched.model(torch.randn(3, 4))
-    assert watched.events.end() is None
+    assert watched.events.end() == ((), [])
 
 
 def test_what_updates_waited_is_no_part_of_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,14 +352,84 @@ def test_what_updates_waited_is_no_part_of_the_times(monkeypatch: pytest.MonkeyP
     events.watch({"model": model}, {"optimizer": optimizer})
     events.begin()
     now[0] = 3.0
-    event = events.update("optimizer")
+    waited = events.waiting(events.update("optimizer"))
     now[0] = 5.0
-    events.waited(event, 2.0)
+    waited()
     now[0] = 6.0
-    observed = events.end()
-    assert observed is not None
+    observed = ended(events)
     assert observed.seconds == (3.0, 1.0)
     assert observed.wait_s == 2.0
+
+
+class Device:
+    """The clock of a device that is played: it passes moments when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.asked = 0
+        self.passes = False
+        self.captures = False
+        monkeypatch.setattr(step_events, "moment_of", lambda optimizers: self.moment())
+
+    def moment(self) -> Any:
+        self.asked += 1
+        if self.captures:
+            return None
+        at_s = self.now_s
+        return SimpleNamespace(
+            at_s=at_s,
+            query=lambda: self.passes,
+            elapsed_time=lambda other: 1e3 * (other.at_s - at_s),
+        )
+
+
+def device_step(device: Device, events: StepEvents, *, timed: bool = True) -> Any:
+    events.begin(timed=timed)
+    device.now_s += 3.0
+    waited = events.waiting(events.update("optimizer"))
+    device.now_s += 2.0
+    waited()
+    device.now_s += 1.0
+    return events.end()
+
+
+def test_times_of_a_device_are_known_once_it_has_passed_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    watched = Watched()
+    keys, known = device_step(device, watched.events)
+    assert len(keys) == 2
+    assert known == []
+    device.passes = True
+    _, known = device_step(device, watched.events)
+    assert [one.seconds for one in known] == [(3.0, 1.0)] * 2
+    assert [one.wait_s for one in known] == [2.0] * 2
+
+
+def test_only_waits_are_measured_where_times_are_not_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    device.passes = True
+    watched = Watched()
+    _, (one,) = device_step(device, watched.events, timed=False)
+    assert one.seconds == ()
+    assert one.wait_s == 2.0
+    assert device.asked == 4  # both marks, and both ends of the wait
+
+
+def test_a_step_in_which_a_graph_is_captured_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    device.passes = True
+    watched = Watched()
+    watched.events.begin()
+    device.captures = True
+    watched.events.waiting(watched.events.update("optimizer"))()
+    device.captures = False
+    keys, known = watched.events.end()
+    assert len(keys) == 2
+    assert known == []
 
 
 def test_copies_of_a_model_have_no_hooks_that_do_anything() -> None:
@@ -367,7 +445,7 @@ def test_copies_of_a_model_have_no_hooks_that_do_anything() -> None:
     shallow(torch.randn(3, 4))
     twin(torch.randn(3, 4)).sum().backward()
     loaded(torch.randn(3, 4)).sum().backward()
-    assert watched.events.end() is None
+    assert watched.events.end() == ((), [])
 
 
 def test_closed_they_leave_nothing_behind() -> None:
@@ -388,9 +466,7 @@ def test_a_compiled_model_is_compiled_whole() -> None:
         compiled(torch.randn(3, 4)).sum().backward()
         watched.events.update("optimizer")
         watched.optimizer.step()
-        observed = watched.events.end()
-        assert observed is not None
-        return observed.keys
+        return ended(watched.events).keys
 
     first = step()
     assert step() == first
@@ -416,9 +492,7 @@ def test_updates_of_ever_new_parameters_are_told_apart_and_forgotten() -> None:
             parameter.grad = torch.zeros(1) if number >> bit & 1 else None
         events.begin()
         events.update("o")
-        observed = events.end()
-        assert observed is not None
-        assert seen.setdefault(observed.keys[-1], number) == number
+        assert seen.setdefault(ended(events).keys[-1], number) == number
     assert len(seen) == 599 + 8  # of the first, nobody knew any more
     assert events.remembered <= 256 + 10 + 1
     events.close()

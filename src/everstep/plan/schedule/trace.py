@@ -37,7 +37,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
-from everstep.capture.dispatch import Observed, StepEvents
+from everstep.capture.step_events import Observed, StepEvents
 from everstep.errors import EverstepError, OptionError, UnavailableError, UnsupportedStateError
 from everstep.plan.schedule.recorder import Recorder
 from everstep.plan.schedule.steps import HALF, Kind, StepTrace, difference
@@ -312,7 +312,7 @@ class _Watch(ExitStack):
             for number, one in enumerate(optimizers)
         }
         # Its clock is the number of operators so far.
-        self._events = StepEvents(lambda event: None, lambda: None, lambda: recorder.count)
+        self._events = StepEvents(lambda event: None, lambda: None, lambda: float(recorder.count))
         self._observed: Observed | None = None
         self._names: list[str] = []
 
@@ -328,9 +328,10 @@ class _Watch(ExitStack):
         """Watch one step."""
         self._events.begin()
         yield
-        self._observed = self._events.end()
-        if self._observed is not None:
-            self._names = self._events.names_of(self._observed)
+        _, known = self._events.end()
+        if known:
+            self._observed = known[0]
+            self._names = self._events.names_of(known[0])
 
     def complete(self, trace: StepTrace) -> StepTrace:
         """Return the trace with the events of the step."""

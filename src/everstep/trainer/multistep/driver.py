@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from everstep.capture.cuda import moment_of
 from everstep.errors import AuditError, EverstepError, StateError
 from everstep.format import ShardIdentity
 from everstep.link import Save, as_everstep_error, fail, failing_save
@@ -28,7 +29,7 @@ from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import MarkSnapshot, Saver
 from everstep.trainer.multistep.copies import WindowCopies
-from everstep.trainer.multistep.measurements import MultistepStats, device_event
+from everstep.trainer.multistep.measurements import MultistepStats
 from everstep.trainer.multistep.partition import Partitioner
 from everstep.trainer.multistep.plan import WindowPlan, WindowPlanner, redo_bytes
 from everstep.trainer.multistep.window import (
@@ -83,7 +84,8 @@ class MultistepDriver(Participant):
         self.ended: Window | None = None
         self.last: Save | None = None
         self.stats = MultistepStats(context.clock, saver.stall_s)
-        partitioner = Partitioner(options, context.clock, self.stats, partial(device_event, state))
+        moment = partial(moment_of, state.optimizers.values())
+        partitioner = Partitioner(options, context.clock, self.stats, moment)
         self.copies = WindowCopies(context, saver, partitioner)
         explicit = isinstance(options.method.parts, int)
         consumption = self.copies.consumption

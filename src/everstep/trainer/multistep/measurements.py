@@ -14,9 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from everstep.capture.cuda import moment_on
 from everstep.seams import Clock
-from everstep.state.training_state import State
 
 _BASES_MAX = 64
 _COSTS = 8  # bases whose median is the cost of a part
@@ -323,13 +321,3 @@ class StepTimes:
 def _between(start: tuple[float, float], end: tuple[float, float]) -> float:
     """Return the seconds between two moments, without the time training has lost in between."""
     return max(0.0, end[0] - start[0] - (end[1] - start[1]))
-
-
-def device_event(state: State) -> Any:
-    """Record an event on the device that the optimizers update on; None if they update in
-    host memory."""
-    for optimizer in state.optimizers.values():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                return moment_on(parameter)
-    return None

@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from torch import nn
 
-from everstep.capture.dispatch import Observed
+from everstep.capture.step_events import Observed
 from everstep.errors import OptionError
 from everstep.plan.schedule import Leaving, StepPlan, follow_placements
 from everstep.plan.schedule.plan_file import PlanFile, placements_of

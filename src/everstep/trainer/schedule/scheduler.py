@@ -33,7 +33,8 @@ from rich.filesize import decimal
 from torch import nn
 
 from everstep.capture import Batch, Dispatch, Lane, plan_batches
-from everstep.capture.dispatch import Duplicates, Observed, StepEvents, Unit
+from everstep.capture.dispatch import Duplicates, Unit
+from everstep.capture.step_events import Observed, StepEvents
 from everstep.plan.schedule import Leaving, StepPlan, plan_departures
 from everstep.seams.progress import log_or_print
 from everstep.state.layout.shards import overlaps
@@ -389,11 +390,15 @@ class Scheduler:
     def end_step(self) -> None:
         """Issue the remaining copies of the last capture, and learn from the step that has
         ended."""
-        observed = self._events.end()
+        keys, known = self._events.end()
         self.flush()
         self._dispatch = None
-        if observed is not None:
+        if keys:
+            self._follow_next(keys)
+        for observed in known:
             self._learn(observed)
+        if keys:
+            self._bound_plan = self._programs.predicted() or self._bound_plan
 
     def flush(self) -> None:
         """Issue all remaining copies."""
@@ -426,7 +431,10 @@ class Scheduler:
         # too.
         self.open = [*(older for older in self.open if not older.complete), dispatch]
         self._measured.counts.captures += 1
-        self._events.begin(self._bound_plan.keys, self._bound_plan.issuing_events)
+        bound_plan = self._bound_plan
+        # On a device each event costs microseconds: none are needed while waits are as predicted.
+        timed = bound_plan.plan is None or bool(bound_plan.misses)
+        self._events.begin(bound_plan.keys, bound_plan.issuing_events, timed=timed)
         dispatch.reach(0)
 
     def gate(self, optimizer: str | None, timeout_s: float) -> tuple[float, list[Dispatch]]:
@@ -440,11 +448,12 @@ class Scheduler:
             The time waited, in seconds, and the captures not copied within ``timeout_s``.
         """
         event = None if optimizer is None else self._events.update(optimizer)
+        waited = self._events.waiting(event)
         start_s = time.perf_counter()
         # A list, so that a late capture does not end the loop: the update could tear each of them.
         late = [one for one in self.open if not one.admit(optimizer, timeout_s)]
         wait_s = time.perf_counter() - start_s
-        self._events.waited(event, wait_s)
+        waited()
         return wait_s, late
 
     def complete(self, dispatch: Dispatch, prepared: PreparedBase, step: int) -> None:
@@ -497,26 +506,30 @@ class Scheduler:
 
     # --- Learning -----------------------------------------------------------------------
 
+    def _follow_next(self, keys: tuple[int, ...]) -> None:
+        """Remember the events of the step that has ended."""
+        plan = self._bound_plan
+        self._programs.recent.append(keys)
+        if plan.plan is not None and keys != plan.keys:
+            self._measured.counts.strayed_steps += 1
+
     def _learn(self, observed: Observed) -> None:
-        bound_plan = self._bound_plan
+        """Learn from a step whose times have become known."""
         programs = self._programs
         keys = observed.keys
-        programs.recent.append(keys)
-        if bound_plan.plan is not None and keys == bound_plan.keys:
-            self._compare(bound_plan, bound_plan.plan, observed)
-        else:
-            self._measured.counts.strayed_steps += bound_plan.plan is not None
-            before = programs.seen_once.pop(keys, None)
-            if self._given is not None and self._given.waits:
-                before = before or observed  # its times are known: one step is enough
-            if keys in programs.plans:
-                pass  # it has a plan, but another one was predicted
-            elif before is not None and self._measured.links:
-                why = "steps also have another sequence of events" if programs.plans else ""
-                self._make_plan([before, observed], why)
-            else:
-                programs.note(observed)
-        self._bound_plan = programs.predicted() or self._bound_plan
+        bound_plan = programs.plans.get(keys)
+        if bound_plan is not None and bound_plan.plan is not None:
+            if observed.followed:  # or another plan was predicted
+                self._compare(bound_plan, bound_plan.plan, observed)
+            return
+        before = programs.seen_once.pop(keys, None)
+        if self._given is not None and self._given.waits:
+            before = before or observed  # its times are known: one step is enough
+        if before is not None and self._measured.links and observed.seconds:
+            why = "steps also have another sequence of events" if programs.plans else ""
+            self._make_plan([before, observed], why)
+        elif observed.seconds:
+            programs.note(observed)
 
     def _compare(self, bound_plan: BoundPlan, plan: StepPlan, observed: Observed) -> None:
         """Compare the waits of a step with the prediction; make the plan again after several
@@ -529,9 +542,10 @@ class Scheduler:
             bound_plan.misses = []
             return
         bound_plan.misses.append(observed)
-        if short or len(bound_plan.misses) >= bound_plan.misses_max:
+        timed = [step for step in bound_plan.misses if step.seconds]
+        if timed and (short or len(bound_plan.misses) >= bound_plan.misses_max):
             waited_s = statistics.median(step.wait_s for step in bound_plan.misses)
-            self._make_plan(bound_plan.misses, f"steps wait {waited_s * 1e3:.1f} ms for copies")
+            self._make_plan(timed, f"steps wait {waited_s * 1e3:.1f} ms for copies")
             # Waits that cannot be predicted must not cause a new plan again and again.
             self._programs.plans[bound_plan.keys].misses_max = 2 * bound_plan.misses_max
 
