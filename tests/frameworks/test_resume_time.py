@@ -1,4 +1,4 @@
-"""A resume takes as long late in an epoch as early: no batch is read, made or passed over again."""
+"""A resume reads as little late in an epoch as early: no batch is read or passed over again."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from tests.frameworks.kills import train
 
 EARLY = 10
 LATE = 10_000
-STARTS = 3
-MARGIN_S = 0.25
+READ_MAX = 10  # the first new batch, and those that the loader reads ahead
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["trainer", "lightning"])
-def test_a_late_resume_is_not_slower(framework: str, tmp_path: Path) -> None:
-    seconds = dict[int, float]()
+def test_a_late_resume_reads_nothing_again(framework: str, tmp_path: Path) -> None:
+    read = dict[int, int]()
     for batch in (EARLY, LATE):
-        folder = tmp_path / str(batch)
         env = {"FRAMEWORK": framework, "EVERY": str(batch)}
-        found = [train("resume_time", folder, (batch + 3,), env)]
-        found += [train("resume_time", folder, (), env) for _ in range(STARTS - 1)]
-        assert [one["step"] for one in found[-1].recoveries] == [0, *[batch] * STARTS]
-        seconds[batch] = min(one.steps[batch + 1] for one in found)
-    print({batch: f"{1000 * found:.0f} ms" for batch, found in seconds.items()})
-    assert seconds[LATE] < seconds[EARLY] + MARGIN_S
+        found = train("resume_time", tmp_path / str(batch), (batch + 3,), env)
+        assert [one["step"] for one in found.recoveries] == [0, batch]
+        read[batch] = found.steps[batch + 1]
+    assert 0 < read[LATE] == read[EARLY] <= READ_MAX

@@ -110,8 +110,10 @@ class LogRing(Ring):
         log_rate: float | None = None,
         size: int = 300,
         timeout_s: float = 20.0,
+        shrink: Any = None,
     ) -> None:
         super().__init__(nodes, timeout_s=timeout_s)
+        self._shrink = shrink
         self.mine = [Log(size) for _ in nodes]
         self._log_bytes, self._log_rate = log_bytes, log_rate
         for rank in range(self.world):
@@ -127,6 +129,7 @@ class LogRing(Ring):
             1,
             lambda timeline: record_of(timeline).encode(),
             bytes_per_s=self._log_rate,
+            shrink=self._shrink,
         )
 
     def train(self, *steps: int) -> None:

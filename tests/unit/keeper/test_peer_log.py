@@ -19,7 +19,7 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
 from everstep.commit.peer_copies import HeldLogCopies, LogCopy, merge_runs, run_of
 from everstep.errors import DamageError, EverstepError, FormatError
-from everstep.format.log import RecordHead
+from everstep.format.log import LogRecord, RecordHead
 from everstep.keeper.held.peer_stores import PeerLogStore
 from everstep.keeper.ship import senders
 from everstep.restore.fetch.held import pack_steps, unpack_steps
@@ -141,6 +141,28 @@ def test_memory_that_is_used_again_is_not_packed() -> None:
 
 
 # --- From keeper to keeper ----------------------------------------------------------------
+
+
+class Loading:
+    """Makes nothing approximate, and whoever asks it before it is ready would wait."""
+
+    ready = False
+
+    def __call__(self, record: LogRecord) -> LogRecord:
+        assert self.ready
+        return record
+
+
+def test_bases_are_sent_while_torch_is_being_loaded() -> None:
+    loading = Loading()
+    ring = LogRing("ab", shrink=loading)
+    ring.train(1, 2)
+    ring.base(1)
+    assert ring.held(1) == [(0, 1)]
+    assert ring.logs(1) == []
+    loading.ready = True
+    ring.run()
+    assert ring.logs(1) == [(0, [2])]
 
 
 def test_each_step_ends_in_the_memory_of_the_next_node() -> None:

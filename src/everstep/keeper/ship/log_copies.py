@@ -18,7 +18,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from everstep.commit import BaseId
 from everstep.commit.job import COORDINATOR
@@ -351,19 +350,37 @@ class LogCopies(CopyWork):
         )
 
 
-def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:
+class Shrink:
+    """Makes records approximate for a place.
+
+    Attributes:
+        ready: True once torch is loaded, which takes seconds, and longer on a busy machine.
+    """
+
+    def __init__(self, ratio: float, int8_below: int) -> None:
+        self.ready = False
+        self._ratio = ratio
+        self._int8_below = int8_below
+        # From the start on: otherwise the first steps would wait for it.
+        threading.Thread(target=self._load_torch, name="everstep-load-torch", daemon=True).start()
+
+    def __call__(self, record: LogRecord) -> LogRecord:
+        return lossy_record(record, self._ratio, self._int8_below)
+
+    def _load_torch(self) -> None:
+        try:
+            from everstep.keeper.replica import lossy_update  # noqa: F401
+        finally:
+            self.ready = True  # an error is raised again, and reported, where torch is used
+
+
+def shrinking(options: TierOptions | PeerOptions) -> Shrink | None:
     """Return the function that makes records approximate for a place; None: records are copied
     exactly.
     """
     if options.log != "adaptive":
         return None
-    # Loading torch takes seconds, in which steps would be copied nowhere.
-    threading.Thread(target=_load_torch, name="everstep-load-torch", daemon=True).start()
-    return partial(lossy_record, ratio=options.log_ratio, int8_below=options.log_int8_below)
-
-
-def _load_torch() -> None:
-    from everstep.keeper.replica import lossy_update  # noqa: F401
+    return Shrink(options.log_ratio, options.log_int8_below)
 
 
 def lossy_record(record: LogRecord, ratio: float, int8_below: int = 100_000) -> LogRecord:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from everstep.commit import BaseId
 from everstep.commit.job import COORDINATOR, Message
@@ -28,13 +29,15 @@ from everstep.commit.job.messages import (
     PeerRoundReply,
 )
 from everstep.errors import DamageError, EverstepError, FormatError, KeeperError
-from everstep.format.log import LogRecord
 from everstep.format.message_codec import Stored
 from everstep.keeper.log import LogStore
 from everstep.link.messages import JobSession
 from everstep.restore.fetch import HeldBase, PackedSteps
 from everstep.restore.fetch.held import pack_steps, unpack_steps
 from everstep.seams import Clock
+
+if TYPE_CHECKING:
+    from everstep.keeper.ship.log_copies import Shrink
 
 _log = logging.getLogger("everstep.keeper")
 CHUNK_BYTES = 1 << 20
@@ -303,7 +306,7 @@ class LogSender:
         record_of: Callable[[int], bytes | None],
         *,
         bytes_per_s: float | None = None,
-        shrink: Callable[[LogRecord], LogRecord] | None = None,
+        shrink: Shrink | None = None,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.stats = CopyStats()
@@ -381,6 +384,8 @@ class LogSender:
             self._record = self._record_of(self._timeline)
         if self._record is None:
             return
+        if self._shrink is not None and not self._shrink.ready:
+            return  # bases, which need no torch, are sent by the same thread
         records, upto = self._log.steps_from(self._number, self._everywhere_step, _BATCH_BYTES)
         if not records:
             return
