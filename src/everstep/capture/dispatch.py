@@ -51,11 +51,11 @@ class Duplicates:
     """Duplicates made under one plan.
 
     Attributes:
-        readers: transfer that reads the latest duplicate of a unit, by the number of the unit.
+        latest: latest copy of a unit from a duplicate, by the number of the unit.
         short: True once a device had no memory for a duplicate.
     """
 
-    readers: dict[int, Transfer] = field(default_factory=dict)
+    latest: dict[int, UnitCopy] = field(default_factory=dict)
     short: bool = False
 
 
@@ -245,11 +245,13 @@ class Dispatch:
             # Before the submission: a signal handler that flushes now must not issue the unit
             # again.
             copy.issued_s = self._now_s()
-            copy.transfer = self._lane.submit(
-                copy.batches, self._block, lambda end: copy.arrived(end, self._now_s())
-            )
+            batches: Sequence[Batch] = copy.batches
             if copy.duplicate is not None:
-                self._duplicates.readers[copy.number] = copy.transfer
+                self._duplicates.latest[copy.number] = copy
+                batches = [*batches]  # lanes remember the tuples of batches that come again
+            copy.transfer = self._lane.submit(
+                batches, self._block, lambda end: copy.arrived(end, self._now_s())
+            )
         except Exception as error:  # runs in a hook of training, which must not fail
             self.fail(error)
             return
@@ -267,10 +269,13 @@ class Dispatch:
             self._end()
 
     def _duplicate(self, copy: UnitCopy, timeout_s: float) -> None:
-        reader = self._duplicates.readers.get(copy.number)
+        before = self._duplicates.latest.get(copy.number)
         try:
-            if reader is not None and not reader.gate(copy.unit.batches[-1].end, timeout_s):
-                self._issue(copy)  # the duplicate of the step before is still being copied
+            if before is not None and before.duplicate and before.transfer is not None:
+                # In host memory this waits until it is copied, and its memory free.
+                before.transfer.gate(copy.unit.batches[-1].end, timeout_s)
+            if before is not None and before.duplicate:
+                self._issue(copy)  # on a device it is still to be copied: this update waits
             elif not copy.make_duplicate():
                 self._duplicates.short = True
                 self._issue(copy)

@@ -16,11 +16,13 @@ current stream and read once it has passed them, a step or two later; nothing wa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -91,14 +93,15 @@ class _Step:
     @property
     def has_times(self) -> bool:
         """False if a CUDA graph was captured in it: no moments can be recorded then."""
-        moments = itertools.chain(self.moments, *(wait[1:] for wait in self.waits))
-        return all(moment is not None for moment in moments)
+        return all(moment is not None for moment in self._all_moments())
 
     @property
     def passed(self) -> bool:
-        """True if the device has passed the last moment."""
-        last = self.moments[-1]
-        return isinstance(last, float) or bool(last.query())
+        """True if the device has passed all moments; they may be on several streams."""
+        return all(isinstance(one, float) or one.query() for one in self._all_moments())
+
+    def _all_moments(self) -> Iterator[Any]:
+        return itertools.chain(self.moments, *(wait[1:] for wait in self.waits))
 
     def observed(self) -> Observed:
         """Return the times of the step; the device has passed it."""
@@ -148,6 +151,7 @@ class StepEvents:
         self._next = itertools.count()
         self._roots: tuple[nn.Module, ...] = ()
         self._optimizers: Mapping[str, Optimizer] = {}
+        self._pid = os.getpid()
         self._step: _Step | None = None  # None while no step is watched
         self._ended: deque[_Step] = deque(maxlen=_PASSED_MAX)
 
@@ -225,7 +229,9 @@ class StepEvents:
                 self._ended.append(step)
         known = []
         while self._ended and self._ended[0].passed:
-            known.append(self._ended.popleft().observed())
+            # Moments on two devices cannot be compared: parameters were moved in that step.
+            with contextlib.suppress(RuntimeError):
+                known.append(self._ended.popleft().observed())
         return keys, known
 
     def update(self, key: str) -> int | None:
@@ -236,7 +242,7 @@ class StepEvents:
         identity.
         """
         step = self._step
-        if step is None:
+        if step is None or os.getpid() != self._pid:
             return None
         parameters = _parameters(self._optimizers[key])
         lacking = tuple(n for n, parameter in enumerate(parameters) if parameter.grad is None)
@@ -269,7 +275,8 @@ class StepEvents:
     def notify(self, number: int) -> None:
         """Record an event; called by hooks."""
         step = self._step
-        if step is not None:
+        # A forked child inherits the hooks, and must not touch the device.
+        if step is not None and os.getpid() == self._pid:
             self._reach(step, self._note(step, number))
 
     def close(self) -> None:

@@ -113,6 +113,25 @@ def test_duplicates_of_two_captures_are_not_in_memory_together() -> None:
     assert capture.block.tolist()[SIZE:] == [50] * SIZE
 
 
+def test_a_device_that_has_not_copied_a_duplicate_gets_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gate lets the host go on at once: the next update waits for its own copy instead."""
+    capture = Capture([0, 5], late=[1])
+    first = capture.dispatch
+    first.reach(0)
+    capture.update(1)
+    first.reach(5)
+    transfer = first.copies[1].transfer
+    assert transfer is not None
+    monkeypatch.setattr(transfer, "gate", lambda *_: True)
+    capture.dispatch = capture.next()
+    capture.dispatch.reach(0)
+    assert capture.dispatch.admit("b", 1.0)
+    assert capture.dispatch.copies[1].duplicate is None
+    assert capture.dispatch.copies[1].issued_s is not None
+
+
 def any_order(seed: int) -> tuple[Capture, bool]:
     """Events and updates in any order at all, with a lane that copies as late as it may: the
     capture, and whether it is right."""

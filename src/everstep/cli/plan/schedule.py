@@ -248,7 +248,16 @@ def _optimizer(name: str) -> Optimizers:
     import torch
 
     if ":" in name:
-        made: Optimizers = _function_of("--optimizer", name, "def optimizer(parameters): ...")
+        hint = "def optimizer(parameters): return torch.optim.AdamW(parameters)"
+        make = _function_of("--optimizer", name, hint)
+
+        def made(parameters: Any) -> torch.optim.Optimizer:
+            found = make(parameters)
+            if not isinstance(found, torch.optim.Optimizer):
+                kind = type(found).__name__
+                raise OptionError(f"--optimizer {name!r}: it returned {kind}", hint=hint)
+            return found
+
         return made
     if name == "sgd":
         return lambda found: torch.optim.SGD(found, 0.1)
@@ -257,7 +266,8 @@ def _optimizer(name: str) -> Optimizers:
         for word, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     }
-    del known["optimizer"]
+    for other in ("optimizer", "lbfgs", "sparseadam"):  # a closure; gradients of another kind
+        known.pop(other, None)
     if name.lower() not in known:
         guess = nearest(name.lower(), known)
         raise OptionError(

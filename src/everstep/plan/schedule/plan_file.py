@@ -89,7 +89,7 @@ class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="eve
         """
         try:
             found = msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:  # a ValidationError is one
+        except (msgspec.DecodeError, RecursionError) as error:  # the first of invalid fields, too
             raise FormatError(
                 f"{where} is not a plan of a schedule: {error}",
                 hint="everstep plan schedule --model FILE.py:factory --out plan.json",
@@ -225,9 +225,9 @@ def placements_of(
     """
     for name in gated:
         begin, end = places[name]
-        planned = plan.tensors.get(name)
+        planned = plan.tensors.get(name, 0)  # a trace leaves out empty tensors
         if planned != end - begin:
-            there = "not in the plan" if planned is None else f"{planned} bytes in the plan"
+            there = "not in the plan" if not planned else f"{planned} bytes in the plan"
             return f"{name} of {end - begin} bytes: {there}"
     lacking = plan.tensors.keys() - places.keys()
     if lacking:

@@ -14,7 +14,9 @@ from everstep.capture.step_events import Observed
 from everstep.errors import OptionError
 from everstep.plan.schedule import Leaving, StepPlan, follow_placements
 from everstep.plan.schedule.plan_file import PlanFile, placements_of
+from everstep.plan.schedule.schedule import Placement
 from everstep.seams import FileSystem
+from everstep.state.providers.modules import unwrap
 from everstep.state.training_state import State
 from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.base import PreparedBase
@@ -28,14 +30,16 @@ class GivenPlan:
 
     Attributes:
         path: its file.
-        misfit: why it does not fit the step that was compared last; None if it does.
-        waits: True until a step was compared.
+        misfit: why it does not fit the steps; None once one of them fits.
+        fits: True once it was bound to a step.
+        bound: True if it was bound to the step that was compared last.
     """
 
     path: str
     plan: PlanFile
     misfit: str | None = None
-    waits: bool = True
+    fits: bool = False
+    bound: bool = False
 
     @classmethod
     def read(cls, path: str, filesystem: FileSystem, state: State) -> GivenPlan:
@@ -57,12 +61,12 @@ class GivenPlan:
                 file.read_into(memoryview(data), 0)
         plan = PlanFile.decode(bytes(data), path)
         for key, module in state.values.items():
-            named = module.named_parameters() if isinstance(module, nn.Module) else ()
+            named = unwrap(module).named_parameters() if isinstance(module, nn.Module) else ()
             for name, parameter in named:
                 size_bytes = parameter.numel() * parameter.element_size()
-                planned = plan.tensors.get(f"{key}/{name}")
+                planned = plan.tensors.get(f"{key}/{name}", 0)
                 if planned != size_bytes:
-                    there = "not in it" if planned is None else f"{planned} bytes there"
+                    there = "not in it" if not planned else f"{planned} bytes there"
                     raise OptionError(
                         f"{path} is the plan of another model: {key}/{name} has {size_bytes} bytes "
                         f"and is {there}",
@@ -92,20 +96,13 @@ class GivenPlan:
             events: names of its events.
             duplicates, duplicate_bytes_per_s: see :func:`follow_placements`.
         """
-        self.waits = False
-        self.misfit = self._other_event(events)
-        if self.misfit is not None:
-            return None
-        places = {
-            place.entry.name: (offset + place.begin, offset + place.end)
-            for layout, offset in prepared.layouts
-            for place in layout.placed
-        }
-        updates = [min(one.update, len(events)) for one in leaving]
-        found = placements_of(self.plan, places, prepared.gated, sources, updates)
+        found = self._placements(prepared, sources, leaving, events)
+        self.bound = not isinstance(found, str)
+        self.fits = self.fits or self.bound
         if isinstance(found, str):
-            self.misfit = found
+            self.misfit = None if self.fits else found
             return None
+        self.misfit = None
         return follow_placements(
             observed.seconds,
             leaving,
@@ -114,6 +111,25 @@ class GivenPlan:
             duplicates=duplicates,
             duplicate_bytes_per_s=duplicate_bytes_per_s,
         )
+
+    def _placements(
+        self,
+        prepared: PreparedBase,
+        sources: Sequence[tuple[int, int]],
+        leaving: Sequence[Leaving],
+        events: Sequence[str],
+    ) -> list[Placement] | str:
+        """Return the plan's copies; or why it does not fit the step."""
+        other = self._other_event(events)
+        if other is not None:
+            return other
+        places = {
+            place.entry.name: (offset + place.begin, offset + place.end)
+            for layout, offset in prepared.layouts
+            for place in layout.placed
+        }
+        updates = [min(one.update, len(events)) for one in leaving]
+        return placements_of(self.plan, places, prepared.gated, sources, updates)
 
     def _other_event(self, events: Sequence[str]) -> str | None:
         """Return the first event that differs from the plan's, in words."""

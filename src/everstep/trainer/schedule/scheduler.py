@@ -38,6 +38,7 @@ from everstep.capture.step_events import Observed, StepEvents
 from everstep.plan.schedule import Leaving, StepPlan, plan_departures
 from everstep.seams.progress import log_or_print
 from everstep.state.layout.shards import overlaps
+from everstep.state.providers.modules import unwrap
 from everstep.state.training_state import State
 from everstep.trainer.base import PreparedBase
 from everstep.trainer.schedule.given import GivenPlan
@@ -398,7 +399,9 @@ class Scheduler:
         for observed in known:
             self._learn(observed)
         if keys:
-            self._bound_plan = self._programs.predicted() or self._bound_plan
+            plans = self._programs.plans
+            current = plans.get(self._bound_plan.keys, self._bound_plan)
+            self._bound_plan = self._programs.predicted() or current
 
     def flush(self) -> None:
         """Issue all remaining copies."""
@@ -432,8 +435,10 @@ class Scheduler:
         self.open = [*(older for older in self.open if not older.complete), dispatch]
         self._measured.counts.captures += 1
         bound_plan = self._bound_plan
-        # On a device each event costs microseconds: none are needed while waits are as predicted.
-        timed = bound_plan.plan is None or bool(bound_plan.misses)
+        # On a device each event costs microseconds: none are needed while steps go as planned.
+        recent = self._programs.recent
+        strayed = bool(recent) and recent[-1] not in self._programs.plans
+        timed = bound_plan.plan is None or bool(bound_plan.misses) or strayed
         self._events.begin(bound_plan.keys, bound_plan.issuing_events, timed=timed)
         dispatch.reach(0)
 
@@ -522,13 +527,15 @@ class Scheduler:
             if observed.followed:  # or another plan was predicted
                 self._compare(bound_plan, bound_plan.plan, observed)
             return
+        if not observed.seconds:
+            return  # the next such step is timed
         before = programs.seen_once.pop(keys, None)
-        if self._given is not None and self._given.waits:
-            before = before or observed  # its times are known: one step is enough
-        if before is not None and self._measured.links and observed.seconds:
+        if self._given is not None and not self._given.fits:
+            before = before or observed  # its copies are known: one step is enough
+        if before is not None and self._measured.links:
             why = "steps also have another sequence of events" if programs.plans else ""
             self._make_plan([before, observed], why)
-        elif observed.seconds:
+        else:
             programs.note(observed)
 
     def _compare(self, bound_plan: BoundPlan, plan: StepPlan, observed: Observed) -> None:
@@ -537,6 +544,7 @@ class Scheduler:
         self._measured.counts.followed_steps += 1
         self._measured.waited_s.append(observed.wait_s)
         short = bound_plan.duplicates.short and plan.duplicated_bytes > 0
+        self._short = self._short or short
         off_s = abs(observed.wait_s - plan.wait_s)
         if not short and off_s <= max(_TOLERANCE * plan.wait_s, _TOLERANCE_S):
             bound_plan.misses = []
@@ -568,7 +576,6 @@ class Scheduler:
             self._plan_step, replace(last, seconds=seconds), leaving, link
         )
         plan = plan_step()
-        self._short = self._short or self._bound_plan.duplicates.short
         if self._short:
             why = f"{why}; the device has no memory for duplicates".removeprefix("; ")
             plan = plan_step(duplicates=False)
@@ -591,16 +598,16 @@ class Scheduler:
         given = self._given
         if given is not None:
             assert self._prepared is not None
-            new = given.waits
+            told = given.misfit
             ranges = [(source.batch.begin, source.batch.end) for source in self._sources]
             events = self._events.names_of(step)
             plan = given.bind(self._prepared, ranges, leaving, step, events, link, **options)
             if plan is not None:
                 return plan
-            if new:
+            if told is None and given.misfit is not None:
                 log_or_print(
-                    f"{self._run}: {given.path} is not followed, captures are planned from the "
-                    f"steps themselves: {given.misfit}"
+                    f"{self._run}: a step does not fit {given.path}, such steps are planned from "
+                    f"themselves: {given.misfit}"
                 )
         return plan_departures(step.seconds, leaving, link, **options)
 
@@ -609,7 +616,7 @@ class Scheduler:
         if plans > _ANNOUNCED_MAX:
             return
         given = self._given
-        if given is not None and given.misfit is None:
+        if given is not None and given.bound:
             why = f"from {given.path}; {why}".removesuffix("; ")
         because = f" ({why})" if why else ""
         waits = "no step waits for them"
@@ -632,7 +639,7 @@ class Scheduler:
             return
         if prepared is not self._prepared:
             values = self._state.values.items()
-            roots = {key: value for key, value in values if isinstance(value, nn.Module)}
+            roots = {key: unwrap(value) for key, value in values if isinstance(value, nn.Module)}
             self._events.watch(roots, self._state.optimizers)
         before = self._sources
         self._sources = tuple(copy_sources(prepared, tensors))
@@ -641,10 +648,11 @@ class Scheduler:
         ]
         self._prepared = prepared
         self._tensors = tensors
-        for bound_plan in self._programs.plans.values() if same else ():
-            assert bound_plan.plan is not None
-            # Equal places: events and ends stay valid, and only the tensors are replaced.
-            bound_plan.units = plan_units(bound_plan.plan, self._sources)
+        # The plan in use may have been replaced among the programs meanwhile.
+        for bound_plan in (self._bound_plan, *self._programs.plans.values()) if same else ():
+            if bound_plan.plan is not None:
+                # Equal places: events and ends stay valid, and only the tensors are replaced.
+                bound_plan.units = plan_units(bound_plan.plan, self._sources)
         if not same or self._bound_plan.plan is None:
             updates = self._bound_plan.updates
             self._programs = _Programs()
