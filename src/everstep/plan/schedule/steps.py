@@ -103,7 +103,7 @@ class StepTrace:
         step_s: duration of an unobserved step; None on the meta device.
         notes: remarks for the user.
         events: name and first operator of each event that hooks see in a running step
-            (:class:`everstep.capture.dispatch.StepEvents`).
+            (:class:`everstep.capture.step_events.StepEvents`).
         updates: event at which each optimizer updates first, by its name.
         owners: name of the optimizer that updates a parameter, by the parameter's name.
     """
