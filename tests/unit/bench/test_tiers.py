@@ -195,7 +195,7 @@ def test_ranks_with_disks_peers_and_copies(tmp_path: Path, log: str) -> None:
     for done in report.with_tiers.done:
         if log == "none":
             assert done["committed"] == STEPS // 2
-        else:  # a log has bases at its beginning and where its memory is full, too
+        else:  # on a busy machine the number was not the same in each run
             assert done["committed"] > 0
         assert done["copies"] or done["peered"]
     assert report.with_tiers.keeper_cpu_s > 0

@@ -136,7 +136,8 @@ class GivenPlan:
         for number, (planned, here) in enumerate(zip_longest(self.plan.events, events)):
             if planned != here:
                 return (
-                    f"event {number} of a step is {planned or 'none'} there, {here or 'none'} here"
+                    f"event {number} of a step is {planned or 'none'} in the plan and "
+                    f"{here or 'none'} in this training"
                 )
         return None
 
