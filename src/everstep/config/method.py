@@ -40,7 +40,8 @@ class Method:
             - ``"multistep"``: the copy is spread over several steps. Each step copies one part of
               the state, and the gradients that bring earlier parts to the last step (GoCkpt,
               section 4). All ranks end a base at the same step and must call ``wait()`` and
-              ``close()`` after the same step.
+              ``close()`` after the same step. With a log its records are these gradients: they
+              are captured once.
             - ``"scheduled"``: every step is captured during the next one, tensor by tensor, in an
               order planned from the memory use of the step (Checkflow, section III). Bases that
               are due are persisted; of the others the keeper holds the newest complete one in
@@ -196,10 +197,33 @@ class Method:
                 )
             return
         if self.log != "none":
+            self._check_multistep_log()
+
+    def _check_multistep_log(self) -> None:
+        """Check a multi-step base whose gradients are those of the log."""
+        if self.log == "adaptive":
             raise OptionError(
-                f"base='multistep' and log={self.log!r} exclude each other in this version: the "
-                "log already has all gradients",
-                hint="base='lazy' with the log, or log='none'",
+                "base='multistep' with log='adaptive' would bring parts to one step with lossy "
+                "gradients: such a base is no state of training",
+                hint="log='dense', or base='lazy'",
+            )
+        if self.apply == "replica":
+            raise OptionError(
+                "apply='replica' writes its copy of the state as bases: base='multistep' would "
+                "capture none",
+                hint="base='lazy' with the replica, or apply='recovery'",
+            )
+        if self.overlap_forward:
+            raise OptionError(
+                f"overlap_forward=True and log={self.log!r} exclude each other: an update ends "
+                "when the log has its gradients",
+                hint="overlap_forward=False",
+            )
+        if self.rebuild == "recovery":
+            raise OptionError(
+                f"rebuild='recovery' and log={self.log!r} exclude each other: the gradients would "
+                "be written twice",
+                hint="rebuild='keeper'",
             )
 
 

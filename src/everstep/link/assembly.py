@@ -127,12 +127,16 @@ class Assembly:
         updates: updates in order; with ``fuzzy``, all since the first part was captured.
         samples: elements of the live state at the last step mark, of entries captured before it.
         fuzzy: data for the process that restores the base; None if the keeper rebuilds it.
+        captured: if the updates are records of the log, with the gradients of all parameters: of
+            each part the last update it has seen, and the names of its parameters by the key of
+            their optimizer. A parameter needs the later updates only.
     """
 
     shape: str
     updates: Sequence[PartialUpdate]
     samples: Sequence[Samples]
     fuzzy: FuzzyParts | None = None
+    captured: Sequence[tuple[int, Mapping[str, Collection[str]]]] | None = None
 
 
 def assembly_to_wire(
@@ -167,6 +171,7 @@ def assembly_to_wire(
         "shape": assembly.shape,
         "samples": to_plain(assembly.samples),
         "fuzzy": fuzzy,
+        "captured": to_plain(assembly.captured),
     }
 
 
@@ -186,4 +191,5 @@ def assembly_from_wire(message: Mapping[str, Any], updates: Sequence[PartialUpda
     if sent is not None:
         seen = from_plain(sent["seen"], list[tuple[int, list[str]]])
         fuzzy = FuzzyParts(seen, layout_from_index(sent["layout"]), sent["data"])
-    return Assembly(message["shape"], updates, samples, fuzzy)
+    captured = from_plain(message["captured"], list[tuple[int, dict[str, list[str]]]] | None)
+    return Assembly(message["shape"], updates, samples, fuzzy, captured)

@@ -85,7 +85,7 @@ from everstep.link.capture import Capture
 from everstep.state.layout import Entry, Placed, ShardLayout
 from everstep.state.layout.shards import LRUCache
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of the messages. Trainer and keeper, which may come from different installations, must
 have the same."""
 

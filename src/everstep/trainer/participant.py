@@ -122,6 +122,7 @@ class BaseRequest:
         show: the program asks for the base of this very step and may wait for it.
         in_memory: keep the base in the memory of keepers only.
         captured: the log needs a base that this process captures.
+        needed: the log of some rank needs it. All ranks are told the same.
     """
 
     identity: ShardIdentity
@@ -129,6 +130,7 @@ class BaseRequest:
     show: bool
     in_memory: bool = False
     captured: bool = False
+    needed: bool = False
 
 
 class BaseSource(Protocol):

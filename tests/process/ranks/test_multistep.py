@@ -72,6 +72,35 @@ def test_killed_within_a_base_and_resumed(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp_low", "zero", "tp", "pp"])
+def test_killed_within_a_base_beside_a_log(job: Job, undisturbed: Any, layout: str) -> None:
+    """The records of the log bring the parts to one step, and every step comes back."""
+    before = undisturbed(layout)
+    options = over()
+    options["method"]["log"] = "dense"
+    dies = {"DIES": "1 7 before_update", "DOES": json.dumps({5: "wait"})}
+    said = job.killed(layout, options, 1, STEPS, {"DOES": json.dumps({5: "wait"})}, dies)
+    assert compare(said, before) == 0
+    assert {1, 4} <= job.committed()
+    said = job.train(layout, options)
+    assert compare(said, before) == 6
+    assert [one["abandoned"] for one in report(said)] == [0, 0]
+    check_resumed(job, layout, 8, before)
+
+
+@pytest.mark.slow
+def test_a_log_with_a_hole_on_one_rank_ends_the_base_on_all(job: Job, undisturbed: Any) -> None:
+    """At step 5, before all parts are captured: the log leads no further than step 3."""
+    layout = "fsdp"
+    options = over(5, every=3, on_failure="warn")
+    options["method"]["log"] = "dense"
+    said = job.train(layout, options, {}, {3: "hole"}, last=8)
+    assert job.committed() == {1, 5, 8}
+    assert [one["abandoned"] for one in report(said)] == [0, 1]
+    check_resumed(job, layout, 8, undisturbed(layout))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_a_training_of_every_row_is_resumed(job: Job, layout: str) -> None:
     nothing = [{"DOES": "{}"}] * LAYOUTS[layout].ranks

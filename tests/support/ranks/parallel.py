@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from everstep.errors import AuditError
+from everstep.seams import failpoints
 from everstep.testing import inspect
 from everstep.trainer.multistep.held_gradients import GradientCheck
 from tests.support.lost_keepers import noticed
@@ -467,6 +468,8 @@ def _do_at(step: int, ckpt: Any) -> None:
         getattr(ckpt, found)(*map(int, number.split()))
     elif found == "spoil":  # what was captured of a base over several steps
         inspect(ckpt).multistep.window.failed = AuditError("planted")
+    elif found == "hole":  # in the log
+        failpoints.arm("log.before_record", "raise")
     elif found == "tear":  # a gradient of the next update, which the lane finds out in its own time
         torn, late = GradientCheck.torn, threading.Event()
 

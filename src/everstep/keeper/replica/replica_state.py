@@ -7,8 +7,9 @@ multi-step base.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,15 +18,16 @@ from everstep.format import BasePlan, Marker, ShardIdentity, TimelineRecord
 from everstep.format.log import NOT_EXACT, RecordHead
 from everstep.keeper.log import LoggedStep
 from everstep.keeper.replica.rebuilds import records_of
-from everstep.link.assembly import Assembly, check_samples
+from everstep.link.assembly import Assembly, PartialUpdate, check_samples
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.recordable import pack_tensors, tensor_hyperparameters
 from everstep.replay import ReplayOptions
 from everstep.restore.offline.memory import HostMemory, OfflineState
 from everstep.restore.redo import ReplayDriver, Step, replay_conditions
 from everstep.run.tensors import as_complex, shape_of_base
-from everstep.state.layout import OBJECT_PREFIX
-from everstep.state.values.objects import decode
+from everstep.state.layout import GRADIENT, OBJECT_PREFIX, ShardLayout
+from everstep.state.layout.entries import UPDATE_OBJECT
+from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import torch_dtype
 
 
@@ -178,6 +180,40 @@ def _tensor_over(data: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
+# Fields of records that several ranks have in shares.
+_OF_SHARES = ("shared", "resting", "spread")
+
+
+def _needed_updates(assembly: Assembly) -> Iterator[PartialUpdate]:
+    """Yield the updates, each with the gradients of the parameters captured before it."""
+    if assembly.captured is None:
+        yield from assembly.updates
+        return
+    for update in assembly.updates:
+        (encoded,) = update.objects.values()
+        about: Any = decode(encoded)
+        names = {
+            name
+            for lsn, parameters in assembly.captured
+            if lsn < update.head.lsn
+            for name in parameters.get(about["optimizer"], ())
+        }
+        placed = [
+            place
+            for place in update.layout.placed
+            if not place.entry.name.startswith(GRADIENT)
+            or place.entry.name.removeprefix(GRADIENT) in names
+        ]
+        # Other ranks replay their own shares: this record stands for itself.
+        about = {name: value for name, value in about.items() if name not in _OF_SHARES}
+        compressed = about.get("compressed", {})
+        about["compressed"] = {name: compressed[name] for name in compressed if name in names}
+        if names:
+            layout = ShardLayout(tuple(placed))
+            objects = {UPDATE_OBJECT: encode(about, checked=True)}
+            yield replace(update, layout=layout, objects=objects)
+
+
 def rebuild(
     capture: Capture,
     arena: memoryview,
@@ -212,7 +248,8 @@ def rebuild(
     memory = arena[capture.offset : capture.offset + size_bytes]
     state = ReplicaState(plan, memory, objects, trained, threads=threads)
     hyperparameters = pack_tensors(tensor_hyperparameters(plan, memory, objects))
-    *updates, mark = records_of(identity, arena, assembly, objects, hyperparameters)
+    needed = replace(assembly, updates=list(_needed_updates(assembly)))
+    *updates, mark = records_of(identity, arena, needed, objects, hyperparameters)
     state.advance([LoggedStep(tuple(updates), mark, 0)])
     made, objects = state.settle()
     # Samples can only be compared where replay yields the bits of training.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from everstep.link.pool import Block, CapturePool
 from everstep.link.recordable import LogKeeper
 from everstep.seams.filesystem import StallTimer
 from everstep.seams.processes import Condition, wait_done
+from everstep.state.layout import ShardLayout
 
 
 class _ReachableStep:
@@ -319,6 +320,43 @@ class _StoredRecord:
     taken_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class HeldUpdate:
+    """Update in the memory of the log.
+
+    Attributes:
+        head: header of its record.
+        layout: layout of its tensors.
+        objects: its encoded objects, by name.
+        offset: byte offset of its tensors in the memory shared with the keeper.
+    """
+
+    head: RecordHead
+    layout: ShardLayout
+    objects: Mapping[str, bytes]
+    offset: int
+
+
+@dataclass(slots=True, eq=False)
+class HeldRecords:
+    """Records that a multi-step base needs, kept in memory until it is rebuilt.
+
+    Attributes:
+        after: number of the last record before them.
+        updates: their updates, in order; complete up to a step mark when the keeper has the mark.
+        hole: reason why an update is missing; None if none is.
+    """
+
+    memory: LogMemory
+    after: int
+    updates: list[HeldUpdate] = field(default_factory=list)
+    hole: str | None = None
+
+    def release(self) -> None:
+        """Need them no more; in any thread, any number of times."""
+        self.memory.unhold(self)
+
+
 @dataclass(slots=True, eq=False)
 class LogMemory:
     """Records in memory that may still be needed.
@@ -345,6 +383,7 @@ class LogMemory:
             before falls back to the previous base. Not if the log fills half of its memory.
         cut_short: step up to which records were released before the peers had the base; -1 if none.
         surrendered_number: newest record released because a base needed the memory.
+        held: records that multi-step bases in progress need.
     """
 
     disk: DiskLog
@@ -365,6 +404,7 @@ class LogMemory:
     waits_for_peers: bool = False
     cut_short: int = -1
     surrendered_number: int = 0
+    held: list[HeldRecords] = field(default_factory=list)
 
     def start(self, target: LogTarget | None) -> None:
         """Store records in ``target`` from now on; records in the memory of another pool are
@@ -466,6 +506,36 @@ class LogMemory:
             self.taken_bytes += taken
             return self.number
 
+    def hold(self) -> HeldRecords:
+        """Keep all records from now on in memory, for a multi-step base that begins here."""
+        with self.lock:
+            held = HeldRecords(self, self.number)
+            self.held.append(held)
+            return held
+
+    def unhold(self, held: HeldRecords) -> None:
+        """Release records that only a multi-step base needed."""
+        with self.lock:
+            if held not in self.held:
+                return
+            self.held.remove(held)
+        self.release()
+
+    def stored(self, number: int, update: HeldUpdate) -> None:
+        """Note what the record ``number`` holds; in the lane's thread."""
+        if update.head.kind != "update":
+            return
+        with self.lock:
+            for held in self.held:
+                if number > held.after:
+                    held.updates.append(update)
+
+    def broken(self, why: str) -> None:
+        """Note that an update or a mark is missing."""
+        with self.lock:
+            for held in self.held:
+                held.hole = held.hole or why
+
     def base_taken(self) -> None:
         """Note that a base is in progress which all records so far lead to."""
         with self.lock:
@@ -499,6 +569,9 @@ class LogMemory:
             True if any record was released.
         """
         with self.lock:
+            # That base has its memory, and relieves the log when it is durable.
+            if self.held:
+                return False
             self.surrendered_number = self.number
             before = len(self.kept)
         self.release()
@@ -519,8 +592,11 @@ class LogMemory:
         with self.lock:
             target = self.target
             free: list[_StoredRecord] = []
+            last = min((held.after for held in self.held), default=self.number)
             while self.kept and target is not None:
                 record = self.kept[0]
+                if record.number > last:
+                    break
                 # Steps of different timelines cannot be compared. Records of an older one are
                 # needed until a base of this one is durable.
                 old = record.timeline < target.timeline and self._relieved_step() >= 0

@@ -37,6 +37,7 @@ from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import Saver
 from everstep.trainer.log.kept_records import (
     DiskLog,
+    HeldUpdate,
     LogMemory,
     LogTarget,
     Reservation,
@@ -93,7 +94,6 @@ class Recorder(Participant):
         self._state = state
         self._channel = channel
         self._lane = context.lane
-        self._timeline = 0
         self._exact = True
         self._timeout_s = options.progress_timeout_s
         self._opened = FingerprintWatch(state.optimizers)
@@ -120,6 +120,7 @@ class Recorder(Participant):
         self._in_marks: list[str] = []  # names of entries that each mark holds in full
         self._digest = ""
         self.base_due: str | None = "no base yet"
+        self._base_ahead: Save | None = None  # being captured over several steps
         self._leads_here = False  # a complete base and the records since lead to the last step
         self._reachable_step: int | None = None
         self._warned_too_large = False  # of a record that is too large
@@ -138,7 +139,7 @@ class Recorder(Participant):
         pool = service.pool
         if pool is not None:
             pool.log = self
-        self._timeline = timeline = service.timeline
+        timeline = service.timeline
         self._exact = service.exact
         self._opened.began(timeline)
         self.nonfinite.begin()
@@ -156,6 +157,7 @@ class Recorder(Participant):
         if survey is not None:  # save() may take a base before the first mark
             self._adopt_shape(survey)
         self.base_due = self.base_due or "a new timeline"
+        self._base_ahead = None
         self._leads_here = False
         self._reachable_step = None
 
@@ -255,8 +257,23 @@ class Recorder(Participant):
 
         Where the log does not lead to this step, only the base does: then wait until the keeper
         has all of it, or a crash could lose more than the step in flight."""
+        if self._last_marked_step is not None and save.step > self._last_marked_step:
+            # It is captured over the next steps. Without a hole the log leads to its end.
+            self._base_ahead = save
+            self.base_due = None
+            self.memory.base_taken()
+            return
+        self._base_ahead = None
         with self._saver.stalled("capture"):
             self._continue_from(save)
+
+    def step_done(self, step: int) -> None:
+        """Continue the log from a multi-step base that has ended, unless it was abandoned."""
+        save = self._base_ahead
+        if save is not None and (save.is_lost or save.step <= step):
+            self._base_ahead = None
+            if not save.is_lost:
+                self._continue_from(save)
 
     def _continue_from(self, save: Save) -> None:
         why = self.base_due
@@ -532,6 +549,7 @@ class Recorder(Participant):
                 return
             if head.kind == "mark":
                 self._declared.check(head, layout, target.block(room), ran)
+            self.memory.stored(number, HeldUpdate(head, layout, encoded, room.offset))
             target.keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
             self.stats.record_bytes += layout.size_bytes + objects_bytes
@@ -603,10 +621,12 @@ class Recorder(Participant):
     def _head(
         self, kind: Literal["update", "mark"], step: int, lsn: int, declared: str = ""
     ) -> RecordHead:
+        target = self.memory.target
+        assert target is not None
         exact = self._exact and self._opened.holds
         if kind == "mark":  # readers take exactness of the state from marks only
             exact = exact and self._state.exact
-        return RecordHead(kind, self._timeline, step, lsn, self._digest, exact, declared)
+        return RecordHead(kind, target.timeline, step, lsn, self._digest, exact, declared)
 
     def _fail(self, error: EverstepError) -> None:
         self._channel.post(error)
@@ -616,6 +636,7 @@ class Recorder(Participant):
         self.stats.holes += 1
         self.base_due = self.base_due or why
         self._leads_here = False
+        self.memory.broken(why)
 
     @contextlib.contextmanager
     def _recording(self, step: int | None) -> Iterator[None]:

@@ -25,7 +25,7 @@ from everstep.state.layout.entries import UPDATE_OBJECT
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import is_dtensor
 from everstep.trainer.base import PlannedCopies, Saver
-from everstep.trainer.log import InputReader, UpdateInputs
+from everstep.trainer.log import HeldRecords, InputReader, LogMemory, UpdateInputs
 from everstep.trainer.multistep.held_gradients import (
     CopyGate,
     GradientCheck,
@@ -90,6 +90,7 @@ class WindowCopies:
     Args:
         saver: counts the time that training waits.
         partitioner: measures copies.
+        log: records of the gradient log, which serve the windows; None without a log.
 
     Attributes:
         partitioner: measures copies.
@@ -99,10 +100,17 @@ class WindowCopies:
         reported: error of the first torn gradient; None if there was none.
     """
 
-    def __init__(self, context: TrainingContext, saver: Saver, partitioner: Partitioner) -> None:
+    def __init__(
+        self,
+        context: TrainingContext,
+        saver: Saver,
+        partitioner: Partitioner,
+        log: LogMemory | None = None,
+    ) -> None:
         options = context.options
         self._held_steps = options.method.held_steps
         self._lane = context.lane
+        self._log = log
         self._gate = CopyGate(saver, options.progress_timeout_s)
         self._channel = context.channel
         self._copying: list[_PartCopy] = []
@@ -135,6 +143,11 @@ class WindowCopies:
         # The gradients of the update that begins now may be held as well, so one fewer of the
         # earlier updates may still be in flight.
         self.held.gate(optimizer, keep=0 if optimizer is None else self._held_steps - 1)
+
+    def hold_records(self) -> HeldRecords | None:
+        """Return the records of the log from now on, for a window that begins; None without a
+        log."""
+        return None if self._log is None else self._log.hold()
 
     def prune(self) -> None:
         """Forget completed copies of parts."""
@@ -196,7 +209,7 @@ class WindowCopies:
     @property
     def update_under_way(self) -> bool:
         """Return True if an update has begun and not ended."""
-        return self._pending is not None
+        return self._seen_lsn >= 0
 
     def forget_update(self) -> None:
         """Forget the update in progress."""
@@ -226,7 +239,7 @@ class WindowCopies:
         self._pending = None
         self._seen_lsn = lsn
         names = window.captured.get(key)
-        if not names:
+        if not names or window.logged is not None:  # the log copies them
             return
         # All records of a window carry the digest of the groups at its beginning.
         if not self.consumption.grouped_as_before(key):

@@ -28,6 +28,7 @@ from everstep.seams.fingerprint import FingerprintWatch
 from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import MarkSnapshot, Saver
+from everstep.trainer.log import LogMemory
 from everstep.trainer.multistep.copies import WindowCopies
 from everstep.trainer.multistep.measurements import MultistepStats
 from everstep.trainer.multistep.partition import Partitioner
@@ -53,6 +54,7 @@ class MultistepDriver(Participant):
         saver: takes bases of one step, and captures the remaining entries at the last mark of a
             window.
         end: decides where windows end, and what follows a void one.
+        log: records of the gradient log, which serve the windows; None without a log.
 
     Attributes:
         end: decides where windows end.
@@ -66,7 +68,13 @@ class MultistepDriver(Participant):
 
     follows_updates = True
 
-    def __init__(self, context: TrainingContext, saver: Saver, end: EndAlone) -> None:
+    def __init__(
+        self,
+        context: TrainingContext,
+        saver: Saver,
+        end: EndAlone,
+        log: LogMemory | None = None,
+    ) -> None:
         options = context.options
         state = context.state
         self._options = options
@@ -86,11 +94,16 @@ class MultistepDriver(Participant):
         self.stats = MultistepStats(context.clock, saver.stall_s)
         moment = partial(moment_of, state.optimizers.values())
         partitioner = Partitioner(options, context.clock, self.stats, moment)
-        self.copies = WindowCopies(context, saver, partitioner)
+        self.copies = WindowCopies(context, saver, partitioner, log)
         explicit = isinstance(options.method.parts, int)
         consumption = self.copies.consumption
         self.planner = WindowPlanner(
-            state, context.lane, partitioner, consumption, explicit=explicit
+            state,
+            context.lane,
+            partitioner,
+            consumption,
+            explicit=explicit,
+            logged=log is not None,
         )
 
     @property
@@ -141,8 +154,8 @@ class MultistepDriver(Participant):
             self.end.begin(step, self._plan(self._identity))
 
     def take(self, request: BaseRequest) -> Save:
-        """Take a base: over the next steps, or (``show``) of the step that has just ended, on all
-        ranks.
+        """Take a base: over the next steps, or of the step that has just ended, on all ranks, if
+        the program asks for it or a log cannot wait for it.
 
         Raises:
             EverstepError: this save, or an earlier one in the background, has failed and the
@@ -150,21 +163,13 @@ class MultistepDriver(Participant):
         """
         identity = request.identity
         survey = request.survey
-        single_step = request.show
+        # Several ranks must decide alike, and so by what all of them know.
+        urgent = request.needed if self.end.shared else request.captured
+        single_step = request.show or urgent
         end = self.end
         end.again = None
-        if not single_step:
-            # Several ranks agree in base_is_due(): not here, which some of them may not reach.
-            if not end.shared and end.can_begin(identity.step) and not self._is_taken(identity):
-                with contextlib.suppress(EverstepError):  # the base of one step reports it
-                    survey = survey or self._state.survey()
-                end.begin(identity.step, self._plan(identity, survey))
-            base = end.in_progress
-            if base is not None and base.end > identity.step:
-                if self.window is None:
-                    self._await_window(base, identity, survey)
-                    self._channel.check()
-                return base.save(identity.timeline)
+        if not single_step and (save := self._take_over_steps(identity, survey)) is not None:
+            return save
         if self.window is not None:
             self._end_window(self.window, identity)
             end.again = None  # if that one became void, the base taken now replaces it
@@ -179,6 +184,22 @@ class MultistepDriver(Participant):
         # Void windows count only in a row, which the base of one step interrupts.
         end.voids_in_row = 0
         return self._take_single_step(identity, survey, times_link=times_link)
+
+    def _take_over_steps(self, identity: ShardIdentity, survey: Survey | None) -> Save | None:
+        """Begin or continue a base that ends at a later step; return None if there is none."""
+        end = self.end
+        # Several ranks agree in base_is_due(): not here, which some of them may not reach.
+        if not end.shared and end.can_begin(identity.step) and not self._is_taken(identity):
+            with contextlib.suppress(EverstepError):  # the base of one step reports it
+                survey = survey or self._state.survey()
+            end.begin(identity.step, self._plan(identity, survey))
+        base = end.in_progress
+        if base is None or base.end <= identity.step:
+            return None
+        if self.window is None:
+            self._await_window(base, identity, survey)
+            self._channel.check()
+        return base.save(identity.timeline)
 
     def mark(self, mark: Mark) -> bool:
         """Continue the base in progress at a step mark."""
@@ -445,6 +466,7 @@ class MultistepDriver(Participant):
                 self._saver.acquire(prepared, survey),
                 identity.lsn,
                 costs,
+                self.copies.hold_records(),
             )
         if window is None:
             if not self.end.shared:
@@ -471,7 +493,7 @@ class MultistepDriver(Participant):
         self.copies.submit_part(window, copies, part.size_bytes)
         # The part holds the values before the next update, so that update is the first one to
         # replay.
-        window.seen.append((window.identity.lsn, part.entries))
+        window.seen.append((window.identity.lsn, part))
         for key, names in part.parameters.items():
             window.captured[key] = window.captured.get(key, frozenset()) | names
         owned = window.plan.owned(part.entries, survey.tensors)

@@ -304,6 +304,7 @@ class WindowPlanner:
         partitioner: chooses the parts.
         consumption: knows the parameter groups.
         explicit: the user set the number of parts, which then does not depend on pinned memory.
+        logged: the log has the gradients: a window copies none.
 
     Attributes:
         plan: last plan made for the current keeper.
@@ -319,12 +320,14 @@ class WindowPlanner:
         consumption: InputReader,
         *,
         explicit: bool,
+        logged: bool = False,
     ) -> None:
         self._state = state
         self._lane = lane
         self._partitioner = partitioner
         self._consumption = consumption
         self._explicit = explicit
+        self._logged = logged
         self._digest: tuple[object, str] = (None, "")
         self.plan: WindowPlan | None = None
         self.timed: Future[None] | None = None
@@ -388,7 +391,7 @@ class WindowPlanner:
         plan = self.plan
         if plan is not None and plan.prepared is not prepared:
             plan = None
-        units = capturable_units(self._state, prepared.shape) if plan is None else plan.units
+        units = self._units(prepared.shape) if plan is None else plan.units
         now = None if plan is None else plan.cut
 
         def cut_for(memory_bytes: int) -> Sequence[Sequence[Unit]]:
@@ -416,3 +419,9 @@ class WindowPlanner:
             plan = self.plan = WindowPlan(prepared, cut, self._partitioner.chunk_bytes)
         plan.copy_in(self._partitioner.chunk_bytes)
         return plan
+
+    def _units(self, shape: Shape) -> list[Unit]:
+        """Return the units that may be captured before the last step, with the gradients that a
+        window copies."""
+        units = capturable_units(self._state, shape)
+        return [replace(unit, gradient_bytes=0) for unit in units] if self._logged else units

@@ -40,10 +40,10 @@ from everstep.state.values.tensors import host_bytes, tensor_entry
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base import MarkSnapshot
 from everstep.trainer.job import Job
-from everstep.trainer.log import WatchedTensors
+from everstep.trainer.log import HeldRecords, WatchedTensors
 from everstep.trainer.multistep.measurements import WindowCosts
 from everstep.trainer.multistep.partition import TimedCopy
-from everstep.trainer.multistep.plan import WindowPlan
+from everstep.trainer.multistep.plan import Part, WindowPlan
 
 _NOTHING = ShardLayout(())
 
@@ -134,7 +134,8 @@ class Window:
         captured: names of captured parameters, by the key of their optimizer.
         updates: updates whose gradients are copied.
         others: updates that consumed no captured parameter's gradient.
-        seen: of each captured part, the last update it has seen, and its entries.
+        logged: records of the log, which has all gradients; None without a log.
+        seen: of each captured part, the last update it has seen, and the part.
         rooms: memory of the gradients.
         failed: first error in the lane's thread.
         notified: True when the keeper was notified that the window is complete.
@@ -153,11 +154,12 @@ class Window:
     room: Block
     lsn: int
     costs: WindowCosts
+    logged: HeldRecords | None = None
     next: int = -1
     captured: dict[str, frozenset[str]] = field(default_factory=dict)
     updates: list[CopiedUpdate] = field(default_factory=list)
     others: list[RecordHead] = field(default_factory=list)
-    seen: list[tuple[int, frozenset[str]]] = field(default_factory=list)
+    seen: list[tuple[int, Part]] = field(default_factory=list)
     rooms: list[Block] = field(default_factory=list)
     failed: EverstepError | None = None
     notified: bool = False
@@ -216,6 +218,8 @@ class Window:
         """
         if self.failed is not None:
             raise self.failed
+        if self.logged is not None and self.logged.hole is not None:
+            raise WindowVoid(f"the log does not lead to its end: {self.logged.hole}")
         if self.lsn != identity.lsn:
             raise WindowVoid("an update was missed by the hooks")
         shape = survey.shape
@@ -239,9 +243,16 @@ class Window:
 
     def release_updates(self) -> None:
         """Release the memory of the gradients; in any thread, any number of times."""
+        if self.logged is not None:
+            self.logged.release()
         with contextlib.suppress(IndexError):
             while True:  # pop() is atomic: two threads never release the same memory
                 self.pool.release(self.rooms.pop())
+
+    @property
+    def parameters_seen(self) -> list[tuple[int, Mapping[str, frozenset[str]]]]:
+        """Return of each part the last update it has seen, and its parameters."""
+        return [(lsn, part.parameters) for lsn, part in self.seen]
 
     def release(self) -> None:
         """Release all memory of an abandoned window."""
@@ -260,7 +271,12 @@ class Window:
 
         Args:
             all_of_them: include those that consumed no captured parameter's gradient.
+
+        Raises:
+            StateError: the log lacks one.
         """
+        if self.logged is not None:
+            return logged_updates(self.logged, self.seen[0][0], self.identity.lsn)
         found = [
             PartialUpdate(update.head, update.layout, update.objects, update.room.offset)
             for update in self.updates
@@ -268,6 +284,30 @@ class Window:
         if all_of_them:
             found += [PartialUpdate(head, _NOTHING, {}, 0) for head in self.others]
         return sorted(found, key=lambda update: update.head.lsn)
+
+
+def logged_updates(records: HeldRecords, begin_lsn: int, end_lsn: int) -> list[PartialUpdate]:
+    """Return the updates of a window from the records of the log, without copying gradients.
+
+    Args:
+        records: records from the first part on.
+        begin_lsn: LSN of the first part.
+        end_lsn: LSN of the last step mark.
+
+    Raises:
+        StateError: an update is missing.
+    """
+    found = [update for update in records.updates if update.head.lsn <= end_lsn]
+    if [update.head.lsn for update in found] != list(range(begin_lsn + 1, end_lsn + 1)):
+        raise StateError(
+            f"a base over several steps cannot be completed: {records.hole or 'the log has a hole'}"
+        )
+    # What a declared update changes is captured at the last mark.
+    return [
+        PartialUpdate(update.head, update.layout, update.objects, update.offset)
+        for update in found
+        if not update.head.declared
+    ]
 
 
 def samples_at_mark(
@@ -288,7 +328,7 @@ def fuzzy_parts(
     plan: BasePlan,
     memory: memoryview,
     objects: Mapping[str, bytes],
-    seen: Sequence[tuple[int, Collection[str]]],
+    seen: Sequence[tuple[int, Part]],
     spots: Mapping[str, torch.Tensor],
 ) -> FuzzyParts:
     """Return the description of a base that is written as it was captured, for the keeper.
@@ -297,13 +337,13 @@ def fuzzy_parts(
         plan: files of the base.
         memory: block of the base: parts, and everything else as of the last step mark.
         objects: encoded objects of that mark.
-        seen: of each part but the last, the last update it has seen, and its entries.
+        seen: of each part but the last, the last update it has seen, and the part.
         spots: samples; see :func:`samples_at_mark`.
     """
     held = tensor_hyperparameters(plan, memory, objects)
     for name, tensor in spots.items():
         held[name] = tensor_entry(name, tensor), host_bytes(tensor)
-    return FuzzyParts(seen, *pack_tensors(held))
+    return FuzzyParts([(lsn, part.entries) for lsn, part in seen], *pack_tensors(held))
 
 
 class Handover:
@@ -354,7 +394,8 @@ class Handover:
             window.tie_updates()
         updates = window.partial_updates(all_of_them=fuzzy)
         samples = () if fuzzy else self._samples
-        assembly = Assembly(window.digest, updates, samples, copies_ended)
+        captured = None if window.logged is None else window.parameters_seen
+        assembly = Assembly(window.digest, updates, samples, copies_ended, captured)
         window.keeper.assemble(capture, objects, assembly, self._on_rebuilt)
         failpoint("window.after_assemble")
 

@@ -153,14 +153,9 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         recorder.memory.waits_for_peers = peers is not None and peers.log != "none"
         participants += [recorder] if replica is None else [recorder, replica]
     if options.is_multistep:
-        require_replayable(state)
-        if place.job is not None:  # gradients of entries that other ranks write are not copied
-            gradient_bytes = replayable_gradient_bytes(state, footprint.shape)
-            footprint = replace(footprint, gradients=(footprint.gradients[0], gradient_bytes))
-        check_multistep_budget(
-            options, memory.host_bytes, footprint.state_bytes, footprint.gradients[1]
-        )
-        source = multistep = MultistepDriver(context, saver, window_end(place.job))
+        footprint = _with_window(footprint, options, place, state)
+        log = None if recorder is None else recorder.memory
+        source = multistep = MultistepDriver(context, saver, window_end(place.job), log)
         participants.append(multistep)
     cadence = Cadence(
         context,
@@ -192,6 +187,26 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     warn_of_unsaved_residuals(state)
     print_footprint(footprint, options, place, state, limits, in_process=terms.in_process)
     return components
+
+
+def _with_window(
+    footprint: Footprint, options: Options, place: RunPlace, state: State
+) -> Footprint:
+    """Return the footprint with the gradients that a multi-step base copies.
+
+    Raises:
+        UnsupportedStateError: A keeper cannot repeat the updates.
+        OutOfSpaceError: A base in a fixed number of parts does not fit.
+    """
+    require_replayable(state)
+    if options.logs:  # which has the gradients
+        return footprint
+    elements, gradient_bytes = footprint.gradients
+    if place.job is not None:  # gradients of entries that other ranks write are not copied
+        gradient_bytes = replayable_gradient_bytes(state, footprint.shape)
+    host_bytes = footprint.memory.host_bytes
+    check_multistep_budget(options, host_bytes, footprint.state_bytes, gradient_bytes)
+    return replace(footprint, gradients=(elements, gradient_bytes))
 
 
 def _saver_of(

@@ -318,7 +318,7 @@ def _host_words(footprint: Footprint, options: Options, *, parks: bool) -> str:
         both = "a base and its replica" if options.has_replica else "two bases"
         log = _log_words(footprint, options)
         words = f"{decimal(2 * state_bytes)} for {both} and {log} for each step since"
-    if options.is_multistep:
+    if options.is_multistep and not options.logs:
         words += f" and up to half of {decimal(footprint.gradients[1])} of gradients for each part"
     return f"{words} (budget {decimal(footprint.memory.host_bytes)})"
 

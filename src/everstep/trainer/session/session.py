@@ -227,25 +227,29 @@ class Session:
             for participant in self.parts.participants:
                 participant.base_deferred()
         if due or self._base_due:
-            self._take_due_base(survey, busy=busy)
+            self._take_due_base(survey, busy=busy, needed=needed)
         elif self.parts.keepers.lost is None:
             self.parts.saver.park(mark)
         for participant in self.parts.participants:
             participant.step_done(self.at.step)
         self.preemption.step_ended(self.at.step, self.save_last)
 
-    def _take_due_base(self, survey: Survey | None, *, busy: bool) -> None:
+    def _take_due_base(self, survey: Survey | None, *, busy: bool, needed: bool) -> None:
         """Take the base that is due, or postpone it.
 
         A single rank postpones it while a base of several steps is under way or the keeper is
-        missing. Several ranks never postpone: all of them must take a base at the same step.
+        missing. Several ranks, all of which must take a base at the same step, leave out one that
+        is due by the interval while another is under way.
         """
-        postponed = busy or (self.is_alone and self.parts.keepers.lost is not None)
+        if self.is_alone:
+            postponed = busy or self.parts.keepers.lost is not None
+        else:
+            postponed = busy and not needed
         # Read before it is cleared below: a base that something required goes to disk.
         in_memory = not self._base_due and self.parts.options.stays_in_memory(self.at.step)
         self._base_due = postponed and self.is_alone
         if not postponed:
-            self.take(survey, show=False, in_memory=in_memory)
+            self.take(survey, show=False, in_memory=in_memory, needed=needed)
 
     # --- Bases --------------------------------------------------------------------------
 
@@ -276,7 +280,13 @@ class Session:
         self.keeper.annotate(self._annotations)
 
     def take(
-        self, survey: Survey | None, *, show: bool, in_memory: bool = False, exact: bool = True
+        self,
+        survey: Survey | None,
+        *,
+        show: bool,
+        in_memory: bool = False,
+        exact: bool = True,
+        needed: bool = False,
     ) -> Save:
         """Take a base of the current step.
 
@@ -285,13 +295,15 @@ class Session:
             show: take a base of this very step, even if the method captures over several.
             in_memory: keep the base in the memory of keepers only.
             exact: the state may be called exact.
+            needed: the log of some rank needs it.
         """
         participants = self.parts.participants
         for participant in participants:
             participant.base_requested(self.at.step)
         captured = any(one.needs_capture for one in participants)
         identity = self.at.identity(exact)
-        save = self.parts.source.take(BaseRequest(identity, survey, show, in_memory, captured))
+        request = BaseRequest(identity, survey, show, in_memory, captured, needed)
+        save = self.parts.source.take(request)
         # The log last: it begins at a base that the keeper has completely, and may wait for it.
         for participant in reversed(participants):
             participant.base_taken(save)
