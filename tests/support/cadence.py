@@ -46,7 +46,10 @@ class Run:
     ):
         self.options = options_of(method, **changes)
         self.clock = ManualClock()
-        self.saver: Any = SimpleNamespace(saves=0, stall_s={"gate": 0.0}, last_save_s=0.0)
+        parks = self.options.is_scheduled and alone
+        self.saver: Any = SimpleNamespace(
+            saves=0, stall_s={"gate": 0.0}, last_save_s=0.0, parks=parks
+        )
         self.stats = KeeperStats()
         self.keepers: Any = SimpleNamespace(stats=self.stats)
         self.recorder: Any = None

@@ -45,8 +45,8 @@ class Method:
             - ``"scheduled"``: every step is captured during the next one, tensor by tensor, in an
               order planned from the memory use of the step (Checkflow, section III). Bases that
               are due are persisted; of the others the keeper holds the newest complete one in
-              memory. With several ranks only due bases are captured; they may be kept in memory
-              (``tiers``).
+              memory. Each keeper of several ranks holds the newest three, from which the ranks
+              choose one that all have; with ``tiers`` in memory only due bases are captured.
         log: the gradient log.
 
             - ``"none"``: no log; a run resumes from its newest base.

@@ -94,6 +94,37 @@ def _bases_at_once(options: Options) -> int:
     return 2 if options.is_scheduled else 1
 
 
+CAPTURES_OF_RANKS = 3
+"""Number of complete captures that the keeper of each of several ranks holds, if every step is
+captured."""
+
+
+def captures_at_once(world: int) -> int:
+    """Return how many states are in memory if every step is captured: complete captures, one that
+    is being made, and one that is being written.
+
+    Args:
+        world: number of ranks.
+    """
+    return 2 + (CAPTURES_OF_RANKS if world > 1 else 1)
+
+
+def parks_captures(options: Options, world: int, arena_bytes: int, state_bytes: int) -> bool:
+    """Return True if captures of steps without a base are kept in memory.
+
+    Several ranks take none if there is not enough memory: each waits for others at every step.
+
+    Args:
+        world: number of ranks.
+        arena_bytes: memory for captures.
+        state_bytes: host memory of a base.
+    """
+    if not options.is_scheduled or options.method.in_memory:
+        return False
+    enough = options.keeper.process and arena_bytes >= captures_at_once(world) * state_bytes
+    return world == 1 or enough
+
+
 def arena_budget_bytes(options: Options, budget_bytes: int, state_bytes: int) -> int:
     """Return the size of the arena.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,8 +11,8 @@ from everstep.commit import BaseId
 from everstep.trainer.job import memory
 
 
-def message(replica: Any, held: Any) -> dict[str, Any]:
-    return {"replica": replica, "held": held, "shared": False}
+def message(replica: Any, held: Any, captures: Any = ()) -> dict[str, Any]:
+    return {"replica": replica, "held": held, "captures": list(captures), "shared": False}
 
 
 @pytest.mark.parametrize(
@@ -34,9 +35,10 @@ def test_the_step_at_which_replicas_are_frozen(
 def test_replicas_that_are_not_all_of_that_step_are_not_used(other: Any) -> None:
     class Frozen:
         id = BaseId(1, 7)
+        marker = SimpleNamespace(exact=True)
 
     class Keeper:
-        def freeze_replica(self, step: int) -> Any:
+        def hold_at(self, step: int) -> Any:
             assert step == 7
             return Frozen()
 
@@ -49,3 +51,29 @@ def test_replicas_that_are_not_all_of_that_step_are_not_used(other: Any) -> None
         memory.with_memory(request, cast("Any", Keeper()), exchange, found, "run", 0, [0, 1])
         is request
     )
+
+
+@pytest.mark.parametrize(
+    ("captures", "agreed"),
+    [
+        ([[[1, 4], [1, 5], [1, 6]], [[1, 3], [1, 4], [1, 5]]], BaseId(1, 5)),
+        # The capture of an earlier timeline, until all have one of this.
+        ([[[1, 4], [2, 5]], [[1, 4]]], BaseId(1, 4)),
+        ([[[1, 5], [1, 6]], [[1, 4]]], None),
+        ([[[1, 4]], []], None),
+        # Already the newest of all: nothing is to be given up.
+        ([[[1, 4], [1, 5]], [[1, 5]]], None),
+    ],
+)
+def test_the_capture_that_ranks_resume(captures: list[Any], agreed: BaseId | None) -> None:
+    asked: list[int] = []
+
+    class Keeper:
+        def hold_at(self, step: int) -> Any:
+            asked.append(step)
+
+    found = [message(None, None, mine) for mine in captures]
+    request = cast("Any", object())
+    keeper = cast("Any", Keeper())
+    memory.with_memory(request, keeper, lambda purpose, mine: [mine] * 2, found, "run", 0, [0, 1])
+    assert asked == ([] if agreed is None else [agreed.step])

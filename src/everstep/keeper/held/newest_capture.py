@@ -1,7 +1,9 @@
-"""The newest complete capture, held in memory for a restarted training process.
+"""The newest complete captures, held in memory for a restarted training process.
 
-It is held until a newer one is complete, until its memory is overwritten, or until nobody can use
-it any more. A capture that the disk has refused is the only copy, and is held as long as possible.
+A capture is held until a newer one is complete, until its memory is overwritten, or until nobody
+can use it any more. A capture that the disk has refused is the only copy, and is held as long as
+possible. Where every step is captured, several are held until training needs their memory: the
+keepers of several ranks are not at the same step, and must have one in common.
 
 Messages that hand captures and logs in a keeper's memory to a restarted training process.
 """
@@ -14,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgpack
 
@@ -34,10 +36,17 @@ from everstep.restore.fetch.held import PeerCopy, size_of
 from everstep.tiers import MemoryFile
 
 _log = logging.getLogger("everstep.keeper")
+# Three of every step, and bases that are being written.
+_HELD_MAX = 6
+
+
+_Held: TypeAlias = tuple[Capture, Arena]
 
 
 class NewestCapture:
-    """The newest complete capture, if there is one; used by the serving and the writing thread.
+    """The newest complete captures, if there are any; used by the serving and the writing thread.
+
+    Unless another one is named, "the capture" is the newest.
 
     Attributes:
         on_disk: base that the disks of all ranks have, even if its capture has failed here: a start
@@ -48,12 +57,23 @@ class NewestCapture:
         self.on_disk: BaseId | None = None
         # The serving thread takes and drops captures while the writing thread reports their end.
         self._lock = threading.Lock()
-        self._held: tuple[Capture, Arena] | None = None
+        # Oldest first. Replaced, never changed: readers without the lock see a list of some moment.
+        self._captures: tuple[_Held, ...] = ()
+
+    @property
+    def _held(self) -> _Held | None:
+        # Read once: another thread may replace the captures between two reads.
+        captures = self._captures
+        return captures[-1] if captures else None
+
+    @property
+    def ids(self) -> list[BaseId]:
+        """Timelines and steps of all captures."""
+        return [BaseId(held.timeline, held.step) for held, _ in self._captures]
 
     @property
     def step(self) -> int | None:
         """Step of the capture; None without one."""
-        # Read once: another thread may replace the tuple between two reads.
         held = self._held
         return None if held is None else held[0].step
 
@@ -77,18 +97,32 @@ class NewestCapture:
             return False
         return BaseId(held[0].timeline, held[0].step) != self.on_disk
 
-    def take(self, capture: Capture, arena: Arena) -> None:
-        """Hold a complete capture instead of the previous one."""
+    def take(self, capture: Capture, arena: Arena, *, several: bool = False) -> None:
+        """Hold a complete capture instead of the previous ones.
+
+        Args:
+            several: this rank is one of several: captures of every step are held beside each other.
+        """
         mine = capture.plan.identity
         with self._lock:
-            if self._held is not None and self._held[1] is arena:
+            newest = self._held
+            if newest is not None and newest[1] is arena:
                 # A multi-step capture takes time to rebuild: a newer one may have overtaken it.
-                held = self._held[0].plan.identity
+                held = newest[0].plan.identity
                 if (held.timeline, held.step) > (mine.timeline, mine.step):
                     return
-            # One assignment of a pair: readers without the lock never see a capture with another
-            # arena.
-            self._held = (capture, arena)
+            beside = [
+                (held, memory)
+                for held, memory in self._captures
+                if several and (held.parked or capture.parked)
+            ]
+            self._captures = (*beside, (capture, arena))[-_HELD_MAX:]
+
+    def return_to(self, step: int) -> None:
+        """Drop the captures after ``step``, if one of that step is there: the ranks have agreed on
+        it."""
+        if any(base.step == step for base in self.ids):
+            self._drop_if(lambda held, memory: held.step > step)
 
     def drop_overwritten(self, capture: Capture, arena: Arena) -> None:
         """Drop the capture if a new one uses its memory, even if ``forget`` was not received."""
@@ -118,9 +152,10 @@ class NewestCapture:
         """Return a parked capture of this timeline, which is on no disk as nobody has asked for
         it."""
         with self._lock:
-            if self._held is None or self._held[1] is not arena:
+            newest = self._held
+            if newest is None or newest[1] is not arena:
                 return None
-            capture = self._held[0]
+            capture = newest[0]
             return capture if capture.parked and capture.timeline == timeline else None
 
     def drop(self, capture: Capture) -> None:
@@ -153,8 +188,7 @@ class NewestCapture:
 
     def _drop_if(self, is_over: Callable[[Capture, Arena], bool]) -> None:
         with self._lock:
-            if self._held is not None and is_over(*self._held):
-                self._held = None
+            self._captures = tuple(held for held in self._captures if not is_over(*held))
 
     def recall(
         self,
@@ -333,7 +367,8 @@ def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Ke
     served = {number: bytes(record) for number, record in fields.get("served", ())}
     reach = fields.get("replica")
     replica = None if reach is None else ReplicaReach(*reach)
-    return KeeperContents(base, tuple(records), copies, tuple(peer_logs), served, replica)
+    captures = tuple(BaseId(*one) for one in fields["captures"])
+    return KeeperContents(base, tuple(records), copies, tuple(peer_logs), served, replica, captures)
 
 
 def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:

@@ -220,10 +220,11 @@ class Bases:
         assert timeline is not None
         failpoint("keeper.after_captured")
         # Before the log is dropped: at each moment memory holds a base, or a log that leads there.
-        self._newest_capture.take(capture, trainer.arena)
+        several = timeline.writer.is_one_of_several
+        self._newest_capture.take(capture, trainer.arena, several=several)
         # Of several ranks another one may still lose its share of this base: the log stays until
         # the base is durable on all of them.
-        if not timeline.writer.is_one_of_several:
+        if not several:
             self._logs.drop_older(timeline.number)
         objects = {name: bytes(data) for name, data in parts.items()}
         # A parked capture is written only on request; it still has to count as complete.

@@ -169,9 +169,13 @@ class Duties:
             return False
         if self.replicas.finish():
             return True
-        # Last chance for a parked capture: it is lost with this process.
+        # Last chance for a parked capture: it is lost with this process. Those of several ranks are
+        # not of the same step, and so no base.
         arena = self.timeline.trainer.arena
-        if (parked := self.newest_capture.parked(arena, self.timeline.number)) is not None:
+        parked = None
+        if not self.timeline.writer.is_one_of_several:
+            parked = self.newest_capture.parked(arena, self.timeline.number)
+        if parked is not None:
             self.bases.write_parked(parked)
             return True
         # Checked after the replica: it may have handed over a base since the caller's check.

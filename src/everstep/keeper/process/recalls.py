@@ -16,7 +16,7 @@ from everstep.keeper.process.bases import Bases
 from everstep.keeper.process.duty import AttachedTrainer
 from everstep.keeper.replica import ServedReplica
 from everstep.keeper.ship import Couriers, PeerCopies
-from everstep.link.messages import identity_to_wire, parts_of
+from everstep.link.messages import identity_to_wire, parts_of, to_plain
 
 
 class Recalls:
@@ -42,13 +42,16 @@ class Recalls:
         """Send everything that is in memory to a restarted trainer: the newest base and
         the logs.
 
-        With ``at``, the step on which the ranks have agreed, the base is the replica's at that
-        step, if the replica reaches it.
+        With ``at``, the step on which the ranks have agreed, the base is of that step: the
+        replica's, if the replica reaches it, or a capture of it.
         """
         own = bool(message.get("own"))
+        at = message.get("at")
         reach = self._replicas.reach
         # First: a replica that goes on would change the memory that is about to be described.
-        self._replicas.freeze(trainer, own=own, at=message.get("at"))
+        self._replicas.freeze(trainer, own=own, at=at)
+        if at is not None:
+            self._newest_capture.return_to(at)
         found = self._newest_capture.recall(trainer.arena, self._audit, own=own)
         logs = self._logs.recall(trainer, own=own)
         recalled, blobs, arenas = self._in_memory(found, logs)
@@ -118,6 +121,7 @@ class Recalls:
             copy["arena"] = place
         arenas += memories
         recalled: dict[str, Any] = {"base": base, "logs": listed, "copies": copies}
+        recalled["captures"] = to_plain(self._newest_capture.ids)
         recalled["peer_logs"] = []
         recalled["served"] = self._logs.served_timelines.to_wire()
         rows, memory = self._peers.recall_logs()

@@ -340,6 +340,7 @@ class KeeperContents:
         logs: steps of other ranks' logs.
         served: bytes of ``timeline.json`` when the keeper began to serve each timeline.
         replica: the steps of its replica, if the rank is one of several.
+        captures: all complete captures, of which ``base`` is the newest.
         nearby: bases in the memory of the keepers of other ranks of this machine.
         missed: True if the keeper could not be queried, since it serves another process now.
     """
@@ -350,6 +351,7 @@ class KeeperContents:
     logs: tuple[PeerLog, ...] = ()
     served: Mapping[int, bytes] = field(default_factory=dict)
     replica: ReplicaReach | None = None
+    captures: tuple[BaseId, ...] = ()
     nearby: tuple[HeldBase, ...] = ()
     missed: bool = False
 
@@ -385,7 +387,8 @@ class KeeperContents:
         base = None if self.base is None or self.base.id.timeline >= first else self.base
         records = tuple(record for record in self.records if record.head.timeline < first)
         replica = None if self.replica is None or self.replica.timeline >= first else self.replica
-        return replace(mine, base=base, records=records, replica=replica)
+        captures = tuple(capture for capture in self.captures if capture.timeline < first)
+        return replace(mine, base=base, records=records, replica=replica, captures=captures)
 
     @property
     def newest(self) -> HeldBase | None:

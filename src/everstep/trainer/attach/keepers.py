@@ -288,14 +288,14 @@ class Keepers:
             _log.warning("%s", remote.lost)
             return KeeperContents(missed=is_there(terms.run, terms.run_id, terms.ranks.rank))
 
-    def freeze_replica(self, step: int) -> HeldBase | None:
-        """Return the state of the replica at a step on which all ranks have agreed.
+    def hold_at(self, step: int) -> HeldBase | None:
+        """Return the state in the keeper's memory at a step on which all ranks have agreed: that of
+        the replica, or a capture.
 
         The memory stays unchanged until this process records a log of its own.
 
         Returns:
-            The state; None if the replica does not reach the step, or does not have the bits of
-            training there.
+            The state; None if there is none.
         """
         remote = self._remote
         if remote is None:
@@ -304,9 +304,9 @@ class Keepers:
             base = remote.recall(self.terms.timeout_s, at=step).base
         # The other ranks wait for an answer, whatever happens here.
         except (EverstepError, OSError) as error:
-            _log.warning("the replica is not used: %s", error)
+            _log.warning("the state in the keeper's memory is not used: %s", error)
             return None
-        return base if base is not None and base.id.step == step and base.marker.exact else None
+        return base if base is not None and base.id.step == step else None
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Open the keeper's mailbox for the keepers of other ranks; return its address.

@@ -2,8 +2,10 @@
 
 A base that is no longer, or not yet, on disk can be restored if the keepers of all ranks hold it.
 Replicas (LowDiff VI-C) stand at different steps: the ranks agree on the newest step that all of
-them can reach, and each keeper freezes its replica there. Ranks that share tensors write a part of
-them each, and read all parts: those of the other ranks from the keepers of their machine.
+them can reach, and each keeper freezes its replica there. Where every step is captured (Checkflow)
+keepers hold several captures, and the ranks agree on the newest that all have. Ranks that share
+tensors write a part of them each, and read all parts: those of the other ranks from the keepers of
+their machine.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ def memory_of(request: ResumeRequest) -> dict[str, Any]:
     base = request.recalled.base
     only_here = None if base is None or base.durable else base
     if not request.restores:
-        return {"replica": None, "held": None}
+        return {"replica": None, "captures": [], "held": None}
+    captures = request.recalled.captures if request.step is None else ()
     return {
         "replica": None if replica is None else dataclasses.astuple(replica),
+        "captures": [[one.timeline, one.step] for one in captures],
         "held": _id_to_wire(only_here),
     }
 
@@ -47,8 +51,9 @@ def with_memory(
     rank: int,
     near: Collection[int],
 ) -> ResumeRequest:
-    """Add the states of the replicas, frozen at the newest step that all ranks reach, and the
-    shares that other ranks of this machine have of the base in this rank's memory.
+    """Add the states of the replicas, frozen at the newest step that all ranks reach, or the newest
+    captures that all ranks have, and the shares that other ranks of this machine have of the base
+    in this rank's memory.
 
     Then nothing is replayed. If not all ranks reach such a step, bases and logs are restored.
 
@@ -58,10 +63,13 @@ def with_memory(
         near: ranks of this machine.
     """
     held = [message["held"] for message in found]
-    agreed = _agreed(found)
+    replicated = _agreed(found)
+    agreed = replicated or _common_capture(found)
     if agreed is not None:
-        base = keeper.freeze_replica(agreed.step)
-        frozen = exchange("freeze their replicas", {"held": _id_to_wire(base)})
+        base = keeper.hold_at(agreed.step)
+        if replicated is not None and base is not None and not base.marker.exact:
+            base = None  # the replica does not have the bits of training
+        frozen = exchange("hold the state of one step", {"held": _id_to_wire(base)})
         wanted = [agreed.timeline, agreed.step]
         if base is not None and all(message["held"] == wanted for message in frozen):
             held = [wanted for _ in frozen]
@@ -83,6 +91,16 @@ def _agreed(found: Sequence[Mapping[str, Any]]) -> BaseId | None:
     # The frozen state would take the place of a base that may be the only copy of a later step.
     held = (message["held"] for message in found)
     return None if any(one is not None and BaseId(*one) >= agreed for one in held) else agreed
+
+
+def _common_capture(found: Sequence[Mapping[str, Any]]) -> BaseId | None:
+    """Return the newest capture that all ranks have, unless all have it as their newest; the same
+    on every rank."""
+    captures = [{BaseId(*one) for one in message["captures"]} for message in found]
+    common = max(set.intersection(*captures), default=None)
+    if common is None or all(max(mine) == common for mine in captures):
+        return None
+    return common
 
 
 def _shares_nearby(

@@ -4,8 +4,14 @@ durable.
 The newest complete capture is *parked*: it stays in its block of the arena, known to the keeper,
 which offers it to a new process when the training process is killed. It is released when the next
 one is complete, not before. So the arena holds two states, and while one is being written a third,
-or training waits. Several ranks capture only bases that are due: the newest captures held by their
-keepers could be of different steps."""
+or training waits.
+
+Several ranks that are killed are not at the same step, and must have a capture in common. Training
+exchanges gradients in each step, so a rank whose capture of step ``s`` is complete has passed the
+mark of ``s``, and then all ranks have passed that of ``s - 1``. At its mark of ``s - 1`` a rank
+waits until the capture of ``s - 2`` is in its keeper. So the newest three captures suffice, and the
+arena holds four states, five while a base is written. Where ranks do not exchange gradients in each
+step there may be none in common: then they resume from a base."""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,14 +32,27 @@ from everstep.format import BasePlan, ShardIdentity
 from everstep.link import Save, fail, failing_save
 from everstep.link.capture import Capture
 from everstep.link.pool import CapturePool
-from everstep.seams.processes import Outcome
+from everstep.seams.processes import Outcome, wait_done
 from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base import PlannedCopies, PreparedBase, Saver
+from everstep.trainer.budget import CAPTURES_OF_RANKS
 from everstep.trainer.participant import BaseRequest, Mark, Participant, TrainingContext
 from everstep.trainer.schedule.given import GivenPlan
 from everstep.trainer.schedule.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """Complete capture in memory.
+
+    Attributes:
+        starts: number of timelines begun before it.
+    """
+
+    capture: Capture
+    starts: int
 
 
 class ScheduledSaver(Saver):
@@ -41,43 +60,46 @@ class ScheduledSaver(Saver):
 
     Args:
         given: plan to follow; None: plans are made from the steps.
+        parks: captures of steps without a base are kept in memory.
 
     Attributes:
         scheduler: makes the plans and issues the copies.
     """
 
     copies_in_flight = 3
-    parks = True
 
     def __init__(
         self,
         context: TrainingContext,
         participants: Sequence[Participant],
         given: GivenPlan | None = None,
+        *,
+        parks: bool = True,
     ) -> None:
         self.scheduler = Scheduler(context.run, context.state, context.lane, given)
         self._planned = _PlannedLane(context.lane, self.scheduler)
         super().__init__(replace(context, lane=self._planned), participants)
-        in_memory = context.options.method.in_memory
-        self._can_park = context.state.ranks.world == 1 and not in_memory
+        self.parks = parks
+        self._kept = CAPTURES_OF_RANKS if context.state.ranks.world > 1 else 1
         # For the fields below: captures become complete in the lane's thread.
         self._parking = threading.Lock()
-        self._parked: Capture | None = None  # newest complete capture
-        self._of_before = False  # the parked capture is of an earlier timeline
+        self._parked: list[_Parked] = []  # complete captures, the newest last
+        self._completed = 0  # number of captures that became complete since the start
         self._newest: Save | None = None  # of the last park(), complete or not
         self._persist_when_complete: list[Save] = []  # each is to be persisted once it is complete
         self._starts = 0
 
     def start(self, service: Service) -> None:
         with self._parking:
-            if service.pool is not self._pool and self._parked is not None:  # its keeper is lost
-                # A lost keeper will not report the end of the capture, so its memory is released
+            if service.pool is not self._pool:
+                # A lost keeper will not report the end of a capture, so its memory is released
                 # here.
-                self._parked.on_end(self._parked)
-                self._parked = None
-            # It stays until a newer one is complete, since a crash would be restored from it. It is
-            # of the earlier timeline, so it must not be persisted any more.
-            self._of_before = True
+                for parked in self._parked:
+                    parked.capture.on_end(parked.capture)
+                self._parked = []
+            # Captures of earlier timelines stay until newer ones are complete, since a crash would
+            # be restored from them. They must not be persisted any more.
+            self._completed = 0
             self._newest = None
             self._persist_when_complete = []
             self._starts += 1
@@ -90,16 +112,15 @@ class ScheduledSaver(Saver):
 
     @property
     def reachable_step(self) -> int | None:
-        """Return the step of the newest complete capture held by the keeper; None if it
-        holds none."""
-        parked = self._parked
-        return None if parked is None else parked.step
+        """Return the step of the newest complete capture that the keepers of all ranks are known to
+        hold; None if they hold none."""
+        parked = list(self._parked)
+        return parked[-self._kept].capture.step if len(parked) >= self._kept else None
 
     def park(self, mark: Mark) -> None:
         """Take a capture that stays in memory until a newer one is complete.
 
-        Does nothing without a keeper process, where it would not survive a crash, and with several
-        ranks, where one rank may have released it while another has no newer one.
+        Does nothing without a keeper process, where it would not survive a crash.
 
         Raises:
             EverstepError: this capture, or an earlier save in the background, has failed and the
@@ -108,8 +129,9 @@ class ScheduledSaver(Saver):
         # Even if nothing is parked: copies of a due base must be issued, and the step is learned
         # from.
         self.scheduler.end_step()
-        if not self._can_park or self._process is None:
+        if not self.parks or self._process is None:
             return
+        self._await_last()
         identity = mark.identity
         save = self._newest = Save(identity.step, identity.timeline, parked=True)
         with failing_save(save, self.post):
@@ -117,7 +139,17 @@ class ScheduledSaver(Saver):
         self._last = save
         self._context.channel.check()
 
+    def _await_last(self) -> None:
+        """Wait until the keeper has the last capture, if other ranks rely on that."""
+        last = self._last
+        if self._kept == 1 or last is None or last.staged.done():
+            return
+        with self.stalled("capture"):
+            self.scheduler.flush()  # a step without an update has issued no copies
+            wait_done(last.staged, self._context.options.progress_timeout_s)
+
     def take(self, request: BaseRequest) -> Save:
+        self._await_last()
         save = self._take_or_persist(request)
         if request.show:
             # The caller may wait for this base before the next step: copies planned for events of
@@ -141,17 +173,16 @@ class ScheduledSaver(Saver):
     def persist_parked(self) -> None:
         """Make the newest complete capture durable if it is not; no copy may be in progress.
 
+        Does nothing with several ranks: another one may not have it.
+
         Raises:
             KeeperError: the keeper is lost.
         """
         with self._parking:
-            capture = self._parked
-            self._parked = None
-            if capture is None or self._of_before:
-                self._parked = capture
+            if self._kept > 1 or not self._parked or self._parked[-1].starts != self._starts:
                 return
             self.saves += 1
-            self._persist(capture)
+            self._persist(self._parked.pop().capture)
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -169,10 +200,8 @@ class ScheduledSaver(Saver):
                 return save
             self.saves += 1
             self.last_save_s = self._context.clock.monotonic_s()
-            if self._parked is not None and self._parked.save is save:
-                capture = self._parked
-                self._parked = None
-                self._persist(capture)
+            if self._parked and self._parked[-1].capture.save is save:
+                self._persist(self._parked.pop().capture)
             else:
                 waiting = (one for one in self._persist_when_complete if not one.durable.done())
                 self._persist_when_complete = [*waiting, save]
@@ -235,7 +264,7 @@ class ScheduledSaver(Saver):
         capture: Capture,
         objects: Mapping[str, bytes],
     ) -> None:
-        """Notify the keeper of a complete capture, which replaces the parked one; in the lane's
+        """Notify the keeper of a complete capture, which replaces parked ones; in the lane's
         thread.
 
         If another keeper is in service by now, it does not know this capture, and nothing is
@@ -246,25 +275,36 @@ class ScheduledSaver(Saver):
         service.keeper.captured(capture, objects)
         pool.drop_kept()
         complete(capture.step)
-        older: Capture | None = None
+        older: list[Capture] = []
         with self._parking:
             # Under the lock: start() clears the service before another keeper comes into use.
             serves = service.keeper is self._keeper
             if serves:
-                older = self._parked
-                self._parked = None
+                self._completed += starts == self._starts
+                older = self._superseded(capture, starts)
             if service.process is not None and capture.parked:
                 service.process.set_aside(capture)
                 if not serves:
-                    older = capture
+                    older = [capture]
                 elif capture.save in self._persist_when_complete:
                     self._persist_when_complete.remove(capture.save)
                     self._persist(capture)
                 else:
-                    self._parked = capture
-                    self._of_before = starts != self._starts
-        if older is not None:
-            older.on_end(older)
+                    self._parked.append(_Parked(capture, starts))
+        for one in older:
+            one.on_end(one)
+
+    def _superseded(self, capture: Capture, starts: int) -> list[Capture]:
+        """Remove and return the parked captures that nobody needs beside a complete one."""
+
+        def is_needed(parked: _Parked) -> bool:
+            if parked.starts != starts:
+                return self._completed < self._kept
+            return capture.step - parked.capture.step < self._kept
+
+        over = [parked.capture for parked in self._parked if not is_needed(parked)]
+        self._parked = [parked for parked in self._parked if is_needed(parked)]
+        return over
 
 
 class _PlannedLane:

@@ -538,7 +538,7 @@ class Cadence(Participant):
         if costs is None:
             return
         why = ""
-        scheduled = self._options.is_scheduled and self._alone
+        scheduled = self._saver.parks
         if self._options.method.apply == "replica" or scheduled:
             # Copies of every step are made whether or not one of them becomes durable.
             cost_s = 0.0 if scheduled else estimator.base_cost_s or 0.0

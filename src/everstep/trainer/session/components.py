@@ -133,7 +133,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
             memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), footprint.peer_log_bytes
         )
     context = TrainingContext(options, run, state, lane, channel, seams.clock)
-    source: BaseSource = (saver := _saver_of(context, participants, given))
+    source: BaseSource = (saver := _saver_of(context, participants, given, footprint))
     recorder = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
@@ -210,10 +210,13 @@ def _with_window(
 
 
 def _saver_of(
-    context: TrainingContext, participants: Sequence[Participant], given: GivenPlan | None
+    context: TrainingContext,
+    participants: Sequence[Participant],
+    given: GivenPlan | None,
+    footprint: Footprint,
 ) -> Saver:
     if context.options.is_scheduled:
-        return ScheduledSaver(context, participants, given)
+        return ScheduledSaver(context, participants, given, parks=footprint.parks)
     return Saver(context, participants)
 
 

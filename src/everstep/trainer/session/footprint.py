@@ -32,11 +32,13 @@ from everstep.trainer.budget import (
     bases_in_flight_max,
     bounds_of,
     budget_in_words,
+    captures_at_once,
     check_disk_budget,
     gradients_of,
     log_step_bytes,
     mark_entries,
     mark_memory_bytes,
+    parks_captures,
     peer_log_bytes,
     plan_memory,
     shape_after_first_update,
@@ -65,6 +67,7 @@ class Footprint:
         bounds: upper bounds for all places.
         limits: limits of the log, as far as they follow from host memory.
         peer_log_bytes: memory here for logs of other ranks; None if no log is sent to peers.
+        parks: captures of steps without a base are kept in memory.
     """
 
     shape: Shape
@@ -78,6 +81,7 @@ class Footprint:
     bounds: Bounds
     limits: LogLimits
     peer_log_bytes: int | None
+    parks: bool
 
     @classmethod
     def of(cls, options: Options, place: RunPlace, state: State) -> Footprint:
@@ -131,6 +135,7 @@ class Footprint:
             bounds=bounds,
             limits=limits,
             peer_log_bytes=peer_log,
+            parks=parks_captures(options, state.ranks.world, memory.arena_bytes, state_bytes),
         )
 
 
@@ -152,10 +157,9 @@ def print_footprint(
     ranks = state.ranks
     run = place.run
     name = str(run) if ranks.world == 1 else f"{run}: rank {ranks.rank} of {ranks.world}"
-    parks = ranks.world == 1 and not options.method.in_memory
     # One rank speaks for all: there may be thousands.
     level = logging.INFO if ranks.rank == COORDINATOR else logging.DEBUG
-    log_or_print(_first_notice(footprint, options, name, parks=parks), level=level)
+    log_or_print(_first_notice(footprint, options, name, ranks.world), level=level)
     for notice in _assurances(footprint, options, place):
         log_or_print(f"{name}: {notice}", level=level)
     filesystem = place.seams.filesystem
@@ -179,10 +183,12 @@ def _further_notices(
         yield memory_notice(ranks, options.method.disk_every, footprint.memory.own_bytes)
     if place.peers is not None and ranks.nodes:
         yield peer_notice(ranks, footprint.memory.peer_bytes, footprint.peer_log_bytes)
-    alone = ranks.world == 1
-    if options.is_scheduled and not in_memory and not (alone and in_process):
-        where = "without a keeper process" if alone else "with several ranks"
-        yield f"{where}, captures between bases are not kept: none is taken"
+    if options.is_scheduled and not in_memory and not (footprint.parks and in_process):
+        why = "without a keeper process"
+        if options.keeper.process:
+            need_bytes = captures_at_once(ranks.world) * footprint.state_bytes
+            why = f"with several ranks and less than {need_bytes} bytes of host memory for them"
+        yield f"{why}, captures between bases are not kept: none is taken"
     computes = options.is_multistep and not options.leaves_bases_fuzzy
     if (options.has_replica or computes) and (why := why_inexact(state)):
         yield why
@@ -255,12 +261,12 @@ def _disk_notice(
     return "; ".join(notices) or None
 
 
-def _first_notice(footprint: Footprint, options: Options, name: str, *, parks: bool) -> str:
+def _first_notice(footprint: Footprint, options: Options, name: str, world: int) -> str:
     """Return the first line: the chosen method, and the memory and disk space it will take.
 
     Args:
         name: name of the run, and of the rank if there are several.
-        parks: True if captures between bases are kept, too (with a capture of every step).
+        world: number of ranks.
     """
     parameters = footprint.gradients[0]
     state_bytes = footprint.shape.size_bytes
@@ -271,7 +277,7 @@ def _first_notice(footprint: Footprint, options: Options, name: str, *, parks: b
         at = "" if footprint.is_complete else " at the start"
         state += f"{at} ({shown} bytes per parameter)"
     when = options.every.in_words
-    if options.is_scheduled and parks:
+    if footprint.parks:
         when = f"a capture every step, durable {when}"
     disk = decimal(footprint.bounds.disk_bytes)
     if options.budget.disk_bytes is not None:
@@ -283,7 +289,7 @@ def _first_notice(footprint: Footprint, options: Options, name: str, *, parks: b
             disk += f" with its bases (history={options.log.history!r})"
     return (
         f"{name}: {options.method_name}, {when}, keep {options.keep.in_words}; "
-        f"state {state}; host memory {_host_words(footprint, options, parks=parks)}; "
+        f"state {state}; host memory {_host_words(footprint, options, world)}; "
         f"disk up to {disk}, written {_written_words(footprint, options)} "
         f"({budget_in_words(options)})"
     )
@@ -303,7 +309,7 @@ def _log_words(footprint: Footprint, options: Options) -> str:
     return words
 
 
-def _host_words(footprint: Footprint, options: Options, *, parks: bool) -> str:
+def _host_words(footprint: Footprint, options: Options, world: int) -> str:
     """Return the host memory that the method takes."""
     if options.method.base == "sync":
         return "a few chunks"
@@ -312,8 +318,12 @@ def _host_words(footprint: Footprint, options: Options, *, parks: bool) -> str:
     if options.method.base != "checkfreq":  # there it is one
         most = bases_in_flight_max(options, footprint.state_bytes)
         words += "" if most is None else f", {most} at most"
-    if options.is_scheduled and parks:
-        words = f"{decimal(2 * state_bytes)}, {decimal(3 * state_bytes)} while a base is written"
+    if footprint.parks:
+        times = captures_at_once(world)
+        words = (
+            f"{decimal((times - 1) * state_bytes)}, {decimal(times * state_bytes)} while a base is "
+            "written"
+        )
     if options.logs:
         both = "a base and its replica" if options.has_replica else "two bases"
         log = _log_words(footprint, options)
