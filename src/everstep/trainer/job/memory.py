@@ -63,22 +63,33 @@ def with_memory(
         near: ranks of this machine.
     """
     held = [message["held"] for message in found]
-    replicated = _agreed(found)
-    agreed = replicated or _common_capture(found)
-    if agreed is not None:
-        base = keeper.hold_at(agreed.step)
-        if replicated is not None and base is not None and not base.marker.exact:
-            base = None  # the replica does not have the bits of training
-        frozen = exchange("hold the state of one step", {"held": _id_to_wire(base)})
-        wanted = [agreed.timeline, agreed.step]
-        if base is not None and all(message["held"] == wanted for message in frozen):
-            held = [wanted for _ in frozen]
-            request = replace(request, recalled=replace(request.recalled, base=base))
+    if (base := _state_of_one_step(keeper, exchange, found)) is not None:
+        held = [_id_to_wire(base)] * len(found)
+        request = replace(request, recalled=replace(request.recalled, base=base))
     is_shared = any(message["shared"] for message in found)
     if is_shared and held[0] is not None and held.count(held[0]) == len(held):
         nearby = _shares_nearby(request, BaseId(*held[0]), run_id, [r for r in near if r != rank])
         request = replace(request, recalled=replace(request.recalled, nearby=nearby))
     return request
+
+
+def _state_of_one_step(
+    keeper: Keepers, exchange: Exchange, found: Sequence[Mapping[str, Any]]
+) -> HeldBase | None:
+    """Return this rank's state of the step on which all ranks agree; None if not all have it.
+
+    Arguments as for :func:`with_memory`.
+    """
+    replicated = _agreed(found)
+    agreed = replicated or _common_capture(found)
+    if agreed is None:
+        return None
+    base = keeper.hold_at(agreed.step)
+    if replicated is not None and base is not None and not base.marker.exact:
+        base = None  # the replica does not have the bits of training
+    frozen = exchange("hold the state of one step", {"held": _id_to_wire(base)})
+    there = all(message["held"] == [agreed.timeline, agreed.step] for message in frozen)
+    return base if there else None
 
 
 def _agreed(found: Sequence[Mapping[str, Any]]) -> BaseId | None:
