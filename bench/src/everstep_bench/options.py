@@ -215,6 +215,44 @@ class StallOptions(Options):
         return tuple(name for name in (*STALL_ARMS, *_NAMED) if name in chosen)
 
 
+SCALE_ARMS = (IDEAL, "torch.save", "dcp-warm", "torchsnapshot", "async", "lazy")
+"""All arms of ``bench scale``, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class ScaleOptions(Options):
+    """Saves models of several sizes by several data-parallel ranks (DataStates-LLM, section VI).
+
+    The ranks train with DDP on this machine and exchange gradients over gloo; all of them save
+    together, and arms take turns. For each size and number of ranks: what a step takes, what a
+    save takes from training, how fast it is as training sees it, and when it is durable. Ranks
+    share the cores of the machine: with more ranks than cores everything slows down.
+    """
+
+    params: tuple[int, ...] = option(
+        "1M,4M", "Of the models, like 1M,10M.", parse_list(parse_params),
+        least=_MIN_PARAMS, most=_MAX_PARAMS, hint="like 1M,10M",
+    )  # fmt: skip
+    ranks: tuple[int, ...] = option(
+        "1,2", "Numbers of ranks, like 1,2,4,8.", parse_list(parse_number), least=1, most=64
+    )
+    every: int = option(8, "Steps of a block, each with one save.", least=1, most=_EVERY_MAX)
+    batch: int = option(4, "Sequences of a step, on each rank.", least=1, most=1 << 20)
+    repeats: int = option(5, _ROUNDS, least=1)
+    seed: int = _seed()
+    arms: tuple[str, ...] | None = _arms(SCALE_ARMS)
+    folder: Path | None = _folder()
+
+    def check(self) -> None:
+        """Refuse arms that all save nothing."""
+        _saves(self.arms, IDEAL)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the arms to measure, the ideal first."""
+        chosen = {IDEAL, *(SCALE_ARMS if self.arms is None else self.arms)}
+        return tuple(name for name in SCALE_ARMS if name in chosen)
+
+
 ADAPTIVE = "adaptive"
 """A lossy log of dense training: eight bits an element, or the largest elements."""
 

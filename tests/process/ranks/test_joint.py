@@ -104,8 +104,8 @@ os._exit(0)
     ("options", "least"),
     [
         ({"method": "checkfreq", "every": 2}, 2),
-        ({"method": "checkflow", "every": 2}, 2),
-        ({"method": "checkflow", "every": "auto"}, FIRST_STEPS + 1),
+        ({"method": "checkflow", "every": 2}, LAST - 4),
+        ({"method": "checkflow", "every": "auto"}, LAST - 4),
         ({"method": "lazy", "every": "0.001s"}, 3),
         ({"method": "async", "every": "auto"}, FIRST_STEPS + 1),
         ({"method": "logged", "every": "auto"}, LAST - 2),
@@ -119,7 +119,8 @@ def test_ranks_are_killed_and_resumed(run: Run, options: dict[str, Any], least: 
     said = run.to_the_end("ddp", options, last=LAST)
     step = compare(said, wanted)
     assert least <= step < LAST
-    assert options["every"] != 2 or step % 2 == 0, "a base that was due"
+    captured = options["method"] == "checkflow" or options["every"] != 2
+    assert captured or step % 2 == 0, "a base that was due"
     assert all(LAST in steps for steps in steps_of(said))
 
 

@@ -25,6 +25,7 @@ def _group() -> None:
 add_verb(app, "persist", options.PersistOptions, "persist.run:run_persist")
 add_verb(app, "schedule", options.ScheduleOptions, "schedule.tables:run_schedule")
 add_verb(app, "stall", options.StallOptions, "stall.run:run_stall")
+add_verb(app, "scale", options.ScaleOptions, "scale.run:run_scale")
 add_verb(app, "step", options.StepOptions, "step.run:run_step")
 add_verb(app, "frequency", options.FrequencyOptions, "step.frequency:run_frequency")
 add_verb(app, "convergence", options.ConvergenceOptions, "convergence:run_convergence")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from everstep.errors import UnavailableError
-from everstep.workloads import GPTConfig, Training, TrainingConfig, gpt_of, stdlib_text
+from everstep.workloads import GPT, GPTConfig, Training, TrainingConfig, gpt_of, stdlib_text
 from everstep.workloads.training import training_of
 from everstep_bench.options import StallOptions
 from everstep_bench.options import Training as TrainingOptions
@@ -116,6 +116,7 @@ class Loop:
 
     Args:
         options: size, seed, device, batch, dtype, layers.
+        wrap: makes of the model what is trained; None for the model itself.
 
     Attributes:
         training: the run; its optimizer has made its state.
@@ -125,7 +126,11 @@ class Loop:
         loss: before the update of the last step.
     """
 
-    def __init__(self, options: StallOptions | TrainingOptions) -> None:
+    def __init__(
+        self,
+        options: StallOptions | TrainingOptions,
+        wrap: Callable[[GPT], GPT] | None = None,
+    ) -> None:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("this torch sees no CUDA device", hint="leave out --device cuda")
         context, usual = _CONTEXT_BATCH[options.device]
@@ -134,7 +139,12 @@ class Loop:
         config = TrainingConfig(steps=_SCHEDULE_STEPS, batch=batch, seed=options.seed)
         text = stdlib_text(_TEXT_BYTES)
         self.training: Training = training_of(
-            shape, config, text, device=options.device, dtype=_DTYPES[options.dtype]
+            shape,
+            config,
+            text,
+            device=options.device,
+            dtype=_DTYPES[options.dtype],
+            wrap=wrap or (lambda model: model),
         )
         self.loss = self.training.step()  # makes the optimizer's state
         tensors = flatten(self.nested())

@@ -270,5 +270,5 @@ class Ideal(Arm):
 
     role: Role = "ideal"
 
-    def __init__(self) -> None:
-        super().__init__("ideal", "no checkpoint")
+    def __init__(self, name: str = "ideal", detail: str = "no checkpoint") -> None:
+        super().__init__(name, detail)

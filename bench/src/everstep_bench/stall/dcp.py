@@ -35,10 +35,17 @@ _SYNCED = "; + fsync of directories, afterwards"
 
 
 class Dcp(SavingArm):
-    """``async_save`` in one of the forms of :data:`DETAILS`."""
+    """``async_save`` in one of the forms of :data:`DETAILS`.
 
-    def __init__(self, name: str, loop: Loop, folder: Path) -> None:
+    Args:
+        group: ranks that save together; its thread exchanges messages beside training.
+    """
+
+    def __init__(
+        self, name: str, loop: Loop, folder: Path, group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(name, DETAILS[name] + _SYNCED, loop, Saves(folder / name))
+        self._group = group
         self._stager: DefaultStager | None = None
         self._staging: Any = None
         self._hook: Any = None
@@ -66,7 +73,7 @@ class Dcp(SavingArm):
             kinds = state_dict_saver.AsyncCheckpointerType
             options["async_checkpointer_type"] = kinds.PROCESS
         response: Any = state_dict_saver.async_save(
-            self._loop.nested(), checkpoint_id=path, **options
+            self._loop.nested(), checkpoint_id=path, process_group=self._group, **options
         )
         pending = Pending()
         if isinstance(response, state_dict_saver.AsyncSaveResponse):

@@ -31,7 +31,7 @@ class Saves:
     """Names in a folder of its own, each used once."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)  # several ranks write to it
         self.folder = folder
         self._count = 0
 
@@ -132,11 +132,16 @@ class TorchSave(SavingArm):
 
 
 class TorchSnapshot(SavingArm):
-    """``Snapshot.async_take``, which returns when the state is in host memory; never syncs."""
+    """``Snapshot.async_take``, which returns when the state is in host memory; never syncs.
 
-    def __init__(self, loop: Loop, folder: Path) -> None:
+    Args:
+        replicated: all ranks hold the same tensors, and write a part of them each.
+    """
+
+    def __init__(self, loop: Loop, folder: Path, *, replicated: bool = False) -> None:
         detail = "Snapshot.async_take; syncs nothing: + fsync of files and directories, afterwards"
         super().__init__("torchsnapshot", detail, loop, Saves(folder / "torchsnapshot"))
+        self._replicated = ["**"] if replicated else None
         self._module: Any = None
         self._snapshot: Any = None
 
@@ -148,7 +153,9 @@ class TorchSnapshot(SavingArm):
         """Takes a snapshot."""
         make = self._module.StateDict
         state = {name: make(**_named(part)) for name, part in self._loop.nested().items()}
-        self._snapshot = self._module.Snapshot.async_take(path=str(path), app_state=state)
+        self._snapshot = self._module.Snapshot.async_take(
+            path=str(path), app_state=state, replicated=self._replicated
+        )
         pending = Pending()
         pending.on_staged()
         return pending
