@@ -27,6 +27,7 @@ from everstep.errors import EverstepError, OptionError, StateError
 from everstep.link import Save
 from everstep.restore.start import Recovery
 from everstep.seams import Seams
+from everstep.seams.garbage import collection_paused
 from everstep.seams.group import own_rank
 from everstep.seams.progress import log_or_print
 from everstep.state.ownership import DeclaredUpdate, OwnershipRules
@@ -138,6 +139,7 @@ class Checkpointer:
     """
 
     @named("Checkpointer")
+    @collection_paused()
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -234,6 +236,7 @@ class Checkpointer:
 
     @named("resume", strict=bool)
     @exclusive("resume")
+    @collection_paused()
     def resume(
         self,
         step: int | None = None,

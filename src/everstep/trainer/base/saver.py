@@ -34,6 +34,7 @@ from everstep.link.capture import Capture, Incoming
 from everstep.link.pool import Block, CapturePool
 from everstep.link.save import changed_during_copy_error
 from everstep.seams import failpoint
+from everstep.seams.garbage import collection_paused
 from everstep.seams.processes import wait_done
 from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Keeper, Service
@@ -564,14 +565,15 @@ class BaseLayouts:
         """Return the layout of a base of this state."""
         if self.current is None or self.current.shape is not survey.shape:
             self._number += 1
-            self.current = prepare_base(
-                survey,
-                identity,
-                number=self._number,
-                gates=self._gates,
-                # Bases over several steps copy and rebuild entries in an order of their own.
-                static_apart=self._static_apart,
-            )
+            with collection_paused():
+                self.current = prepare_base(
+                    survey,
+                    identity,
+                    number=self._number,
+                    gates=self._gates,
+                    # Bases over several steps copy and rebuild entries in an order of their own.
+                    static_apart=self._static_apart,
+                )
         return self.current
 
 
