@@ -195,8 +195,8 @@ def test_ranks_with_disks_peers_and_copies(tmp_path: Path, log: str) -> None:
     for done in report.with_tiers.done:
         if log == "none":
             assert done["committed"] == STEPS // 2
-        else:  # on a busy machine the number was not the same in each run
-            assert done["committed"] > 0
+        else:  # where bases are late the log comes to half of its memory, and another one is due
+            assert done["committed"] >= STEPS // 2
         assert done["copies"] or done["peered"]
     assert report.with_tiers.keeper_cpu_s > 0
     text = shown_by(report)
