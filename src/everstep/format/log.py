@@ -10,6 +10,11 @@ A segment is an ordinary safetensors file. For each record and dtype it has one 
 ``000007/F32``, with the elements of the record's entries in sequence. The object ``everstep/log``
 at the end is the index of the records. A segment is read completely or record by record; every byte
 is verified.
+
+Gradients of 32-bit masters that come from 16-bit backward passes end in 16 zero bits (GoCkpt,
+section 4.2: gradients are a seventh of the state). Where all elements of such a flat tensor do, it
+is stored without them, as ``000007/F32/BF16``, half as large. The digest of the record is that of
+the 32 bits.
 """
 
 from __future__ import annotations
@@ -42,6 +47,8 @@ NOT_EXACT = (
 """Reason for records whose head has ``exact=False``."""
 
 _RECORDS_MAX = 1_000_000
+_SHORT = "BF16"  # the high 16 bits of F32
+_FIRST_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +147,15 @@ def record_digest(data: memoryview, objects: Mapping[str, bytes]) -> str:
 
 
 def plan_segment(
-    identity: ShardIdentity, records: Sequence[LogRecord]
+    identity: ShardIdentity, records: Sequence[LogRecord], *, narrow: bool = False
 ) -> tuple[ShardPlan, SegmentBody]:
     """Plan the file of a batch of records that ends with a mark.
 
     Args:
         identity: identity with step and LSN of that mark.
+        narrow: store flat tensors without low bits that are all zero.
     """
-    sources: dict[str, memoryview] = {}
+    sources: dict[str, memoryview | _HighHalves] = {}
     entries: list[Entry] = []
     for number, record in enumerate(records):
         # Entries of a dtype are adjacent (link/recordable.py), so each group is one slice of the
@@ -160,15 +168,52 @@ def plan_segment(
             if begin == end:
                 continue
             count = (end - begin) // DTYPE_BYTES[dtype]
-            entry = Entry.whole(f"{number:06d}/{dtype}", dtype, (count,))
+            name = f"{number:06d}/{dtype}"
+            data = record.data[begin:end]
+            short = _HighHalves.of(data) if narrow and dtype == "F32" else None
+            if short is None:
+                entry = Entry.whole(name, dtype, (count,))
+            else:
+                entry = Entry.whole(f"{name}/{_SHORT}", _SHORT, (count,))
             entries.append(entry)
-            sources[entry.name] = record.data[begin:end]
+            sources[entry.name] = short or data
     # One file, however many entries: a segment is complete or absent as a whole.
     index = pack_index(records)
     (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
     room_bytes = header_size_bytes(identity, layout.placed, [LOG_OBJECT], {})
     plan = ShardPlan(shard_name(identity.rank), layout, {}, room_bytes, len(index))
     return plan, SegmentBody(layout, sources, index)
+
+
+class _HighHalves:
+    """The high 16 bits of 32-bit elements, copied slice by slice as they are written."""
+
+    def __init__(self, halves: np.ndarray[Any, np.dtype[np.uint16]]) -> None:
+        self._halves = halves
+
+    @classmethod
+    def of(cls, data: memoryview) -> _HighHalves | None:
+        """Return them; None if any low bit is set."""
+        halves = np.frombuffer(data, "<u2")
+        # The first elements refuse nearly all gradients that have low bits.
+        if halves[: 2 * _FIRST_ELEMENTS : 2].any() or halves[::2].any():
+            return None
+        return cls(halves[1::2])
+
+    def __getitem__(self, wanted: slice) -> memoryview:
+        # Flat tensors begin at even offsets, as do the chunks of a file.
+        assert wanted.start % 2 == 0
+        assert wanted.stop % 2 == 0
+        found = np.ascontiguousarray(self._halves[wanted.start // 2 : wanted.stop // 2])
+        return found.view(np.uint8).data
+
+
+def _from_high_halves(data: memoryview) -> memoryview:
+    """Return the 32-bit elements of their high 16 bits."""
+    short = np.frombuffer(data, "<u2")
+    halves = np.zeros(2 * short.size, "<u2")
+    halves[1::2] = short
+    return halves.view(np.uint8).data
 
 
 class SegmentBody:
@@ -179,23 +224,34 @@ class SegmentBody:
     """
 
     def __init__(
-        self, layout: ShardLayout, sources: Mapping[str, memoryview], index: bytes
+        self,
+        layout: ShardLayout,
+        sources: Mapping[str, memoryview | _HighHalves],
+        index: bytes,
     ) -> None:
         end = layout.size_bytes
         last = Placed(Entry.whole(LOG_OBJECT, "U8", (len(index),)), end, end + len(index))
         self._placed = [*layout.placed, last]
         self._ends = [place.end for place in self._placed]
-        self._sources = {**sources, LOG_OBJECT: memoryview(index)}
+        self._sources: dict[str, memoryview | _HighHalves] = {
+            **sources,
+            LOG_OBJECT: memoryview(index),
+        }
         self.index = index
 
     def source(self, name: str) -> bytes:
         """Return a copy of the bytes of an entry."""
-        return bytes(self._sources[name])
+        return bytes(self._view(name))
 
     @property
     def views(self) -> list[memoryview]:
         """Bytes of all entries, in file order."""
-        return [self._sources[place.entry.name] for place in self._placed]
+        return [self._view(place.entry.name) for place in self._placed]
+
+    def _view(self, name: str) -> memoryview:
+        found = self._sources[name]
+        assert isinstance(found, memoryview), "only the file has it"
+        return found
 
     def fill(self, begin: int, chunk: memoryview, seen: Any) -> None:
         """Fill ``chunk``; see :class:`everstep.state.layout.shards.Body`."""
@@ -398,6 +454,11 @@ def gathered(layout: ShardLayout, flat: Mapping[str, memoryview], path: PurePath
     Raises:
         FormatError: the tensors do not match the layout.
     """
+    if (short := flat.get(f"F32/{_SHORT}")) is not None:
+        if "F32" in flat or short.nbytes % DTYPE_BYTES[_SHORT]:
+            raise FormatError(f"{path}: a record's tensors do not match its index", path=path)
+        flat = {name: view for name, view in flat.items() if view is not short}
+        flat["F32"] = _from_high_halves(short)
     dtypes = [d for d, _ in groupby(p.entry.dtype for p in layout.placed if p.end > p.begin)]
     if len(flat) == 1 and list(flat) == dtypes and flat[dtypes[0]].nbytes == layout.size_bytes:
         return flat[dtypes[0]]  # already in one piece

@@ -215,7 +215,7 @@ class SegmentWriter:
             self._identity, step=last.step, lsn=last.lsn, exact=last.exact
         )
         directory = segment_dir(self._run, identity.timeline, after, last.step)
-        plan, body = plan_segment(identity, records)
+        plan, body = plan_segment(identity, records, narrow=True)
         with storage_errors("write the log", directory, step=last.step, rank=identity.rank):
             # A segment is a commit: a process of an older timeline must not add to the history
             # (I11).
