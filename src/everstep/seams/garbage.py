@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -14,9 +15,17 @@ class _Pause:
     """Number of blocks that pause the collector, in all threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A signal handler may construct a Checkpointer while its thread holds the lock.
+        self._lock = threading.RLock()
         self._blocks = 0
         self._ends = False
+
+    def forked(self) -> None:
+        """Go on in a child process, in which no block of the parent ends."""
+        if self._blocks and self._ends:
+            gc.enable()
+        self._lock = threading.RLock()
+        self._blocks = 0
 
     def begin(self) -> None:
         with self._lock:
@@ -33,6 +42,8 @@ class _Pause:
 
 
 _pause = _Pause()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pause.forked)
 
 
 @contextlib.contextmanager

@@ -224,6 +224,14 @@ class Participant:
         """True if a base of several steps is in progress, so that no other one can begin."""
         return False
 
+    def base_is_needed(self, step: int) -> None:
+        """Note that a log needs a base of ``step``; every rank calls this, whatever has failed."""
+
+    @property
+    def replaced_base(self) -> Save | None:
+        """Base that this participant has taken at the last step mark in place of another one."""
+        return None
+
     def base_is_due(self, step: int) -> None:
         """Agree with all ranks on the base that is due at ``step``; every rank calls this."""
 

@@ -17,6 +17,7 @@ from everstep.keeper.replica import replica_state
 from everstep.seams.failpoints import arm
 from everstep.testing import inspect
 from tests.support.following import Odd, opened, run_steps, steps_on_disk
+from tests.support.lost_keepers import cut
 from tests.support.multistep.rows import ROWS, STEPS, matrix, over, restored
 from tests.support.multistep.world import World, report_of, start
 from tests.support.serving import Bench, die, serving
@@ -158,3 +159,22 @@ def test_a_log_that_fills_up_takes_bases(served: Bench) -> None:
     assert ckpt.stats().saves > 2
     for step in steps_on_disk(served.run):
         assert restored(served.run, World(seed=9), step) == states[step], step
+
+
+def test_a_keeper_that_is_lost_with_a_window_takes_no_memory_along(served: Bench) -> None:
+    """It is lost after the last mark, before all parts were handed over: the log goes on."""
+    world = World()
+    budget = everstep.Budget(host_bytes=1_000_000)
+    ckpt = start(served, world, logged(3), on_failure="warn", budget=budget, every=10)
+    arm("window.before_assemble", lambda name: cut(ckpt) and None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_steps(ckpt, world, 12)
+        ckpt.wait(TIMEOUT_S)
+        before = ckpt.stats().log_holes
+        for _ in range(8):
+            run_steps(ckpt, world, 10)
+            ckpt.wait(TIMEOUT_S)
+    assert ckpt.stats().keeper_restarts == 1
+    assert ckpt.stats().log_holes == before
+    ckpt.close()

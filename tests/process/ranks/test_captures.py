@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import everstep
 from tests.support.keepers import end_keepers
 from tests.support.ranks.multistep import STEPS, Job, wanted
+from tests.support.ranks.together import bases, on_all, resume, train, trainings
 from tests.support.ranks.trainings import compare
 
+STATE_BYTES = 17 * 4096  # of a rank, in whole pages, with its plain data
 TOLD = "capture.before_captured"
 METHOD = {"method": "checkflow", "every": 50, "keep": 50}
 
@@ -67,3 +70,28 @@ def test_ranks_that_save_make_the_captures_of_that_step_durable(
     end_keepers(job.path.parent)
     said = job.train("ddp", METHOD, last=STEPS)
     assert compare(said, before) == 5
+
+
+@pytest.mark.slow
+def test_memory_for_five_states_is_enough_after_a_rewind(tmp_path: Path) -> None:
+    """Captures of the steps that are undone take none of it: training goes on, and bases are
+    taken."""
+    path = tmp_path / "run"
+    budget = everstep.Budget(host_bytes=5 * STATE_BYTES)
+    options = {"method": "checkflow", "every": 5, "keep": 50, "budget": budget}
+    options |= {"keeper": everstep.KeeperOptions(), "progress_timeout_s": 10.0}
+    try:
+        with trainings(path, path, **options) as ranks:
+            resume(ranks)
+            train(ranks, 8)
+            on_all(*(lambda one=one: one.ckpt.wait(60) for one in ranks))  # type: ignore[misc]
+            assert all(one.ckpt.stats().recoverable_step == 6 for one in ranks)
+            on_all(*(lambda one=one: one.ckpt.rewind(5) for one in ranks))  # type: ignore[misc]
+            # Steps 6 to 8 are undone.
+            assert all((one.ckpt.stats().recoverable_step or 0) <= 5 for one in ranks)
+            train(ranks, 5)
+            on_all(*(lambda one=one: one.ckpt.wait(60) for one in ranks))  # type: ignore[misc]
+            assert set(bases(path)) == {5, 10}
+            on_all(*(one.ckpt.close for one in ranks))
+    finally:
+        end_keepers(tmp_path)

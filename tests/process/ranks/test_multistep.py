@@ -101,6 +101,33 @@ def test_a_log_with_a_hole_on_one_rank_ends_the_base_on_all(job: Job, undisturbe
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "dies", "step"),
+    [
+        # In the step after wait(), which has ended a base: that base does not lead beyond it.
+        ({4: "wait,hole"}, 7, 6),
+        # In the very step at which a base is due: the ranks hear of it a step later.
+        ({2: "hole"}, 6, 5),
+    ],
+    ids=["after wait", "when due"],
+)
+def test_a_hole_is_not_forgotten(
+    job: Job, undisturbed: Any, does: dict[int, str], dies: int, step: int
+) -> None:
+    before = undisturbed("fsdp")
+    options = over(5, every=3, on_failure="warn")
+    options["method"]["log"] = "dense"
+    both = {at: "wait" for at, what in does.items() if "wait" in what}
+    environments = [
+        {"DOES": json.dumps(both)},
+        {"DOES": json.dumps(does), "DIES": f"1 {dies} before_update"},
+    ]
+    job.killed("fsdp", options, 1, STEPS, *environments)
+    said = job.train("fsdp", {"method": "logged"}, last=STEPS)
+    assert compare(said, before) == step
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_a_training_of_every_row_is_resumed(job: Job, layout: str) -> None:
     nothing = [{"DOES": "{}"}] * LAYOUTS[layout].ranks

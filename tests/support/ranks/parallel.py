@@ -462,8 +462,13 @@ def _die_at(place: str, rank: int, step: int) -> None:
 
 
 def _do_at(step: int, ckpt: Any) -> None:
-    """What ``DOES`` says for the end of a step: a JSON object, by step."""
-    found, _, number = json.loads(os.environ.get("DOES", "{}")).get(str(step), "").partition(" ")
+    """What ``DOES`` says for the end of a step: a JSON object, by step; several with commas."""
+    for wanted in json.loads(os.environ.get("DOES", "{}")).get(str(step), "").split(","):
+        _do(wanted, ckpt)
+
+
+def _do(wanted: str, ckpt: Any) -> None:
+    found, _, number = wanted.partition(" ")
     if found in ("wait", "save", "rewind"):
         getattr(ckpt, found)(*map(int, number.split()))
     elif found == "spoil":  # what was captured of a base over several steps

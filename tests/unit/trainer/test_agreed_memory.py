@@ -38,8 +38,8 @@ def test_replicas_that_are_not_all_of_that_step_are_not_used(other: Any) -> None
         marker = SimpleNamespace(exact=True)
 
     class Keeper:
-        def hold_at(self, step: int) -> Any:
-            assert step == 7
+        def hold_at(self, agreed: BaseId) -> Any:
+            assert agreed == BaseId(1, 7)
             return Frozen()
 
     def exchange(purpose: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -66,14 +66,14 @@ def test_replicas_that_are_not_all_of_that_step_are_not_used(other: Any) -> None
     ],
 )
 def test_the_capture_that_ranks_resume(captures: list[Any], agreed: BaseId | None) -> None:
-    asked: list[int] = []
+    asked: list[BaseId] = []
 
     class Keeper:
-        def hold_at(self, step: int) -> Any:
-            asked.append(step)
+        def hold_at(self, agreed: BaseId) -> Any:
+            asked.append(agreed)
 
     found = [message(None, None, mine) for mine in captures]
     request = cast("Any", object())
     keeper = cast("Any", Keeper())
     memory.with_memory(request, keeper, lambda purpose, mine: [mine] * 2, found, "run", 0, [0, 1])
-    assert asked == ([] if agreed is None else [agreed.step])
+    assert asked == ([] if agreed is None else [agreed])

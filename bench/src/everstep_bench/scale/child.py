@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,8 +107,11 @@ class Rank:
         order = list(self._arms)
         self._random.shuffle(order)
         for arm in order:
+            found: dict[str, Any] = {}
             with self._together(arm):
-                self._block(arm, number)
+                found = self._block(arm)
+            if arm in self._arms:
+                say("block", arm=arm.name, round=number, **found)
 
     def close(self) -> None:
         """Close all arms."""
@@ -116,35 +119,51 @@ class Rank:
             for arm in self._arms:
                 rest.callback(arm.close)
 
-    def _block(self, arm: Arm, number: int) -> None:
-        arm.prepare()
+    def _block(self, arm: Arm) -> dict[str, Any]:
+        """Let an arm save, and train. A peer that fails on one rank is given up at the end, where
+        all ranks meet: until then they exchange gradients."""
+        errors: list[Exception] = []
+
+        @contextlib.contextmanager
+        def noted() -> Iterator[None]:
+            try:
+                yield
+            except Exception as error:
+                if arm.role != "peer":
+                    raise
+                errors.append(error)
+
+        pending = None
+        durable_s = None
+        with noted():
+            arm.prepare()
         dist.barrier()
         before_s = sum(arm.stalls().values())
         begin_s = time.monotonic()
-        pending = arm.save()
+        with noted():
+            pending = arm.save()
         call_s = time.monotonic() - begin_s
         for _ in range(self._every):
             self.loop.step()
             arm.after_step()
         wall_s = time.monotonic() - begin_s
         stall_s = sum(arm.stalls().values()) - before_s
-        durable_s = None
         if pending is not None:
-            synced_s = arm.settle(pending)
-            durable_s = (pending.done_s or begin_s) - begin_s + synced_s
+            with noted():
+                synced_s = arm.settle(pending)
+                durable_s = (pending.done_s or begin_s) - begin_s + synced_s
         dist.barrier()
         if self._order.rank == 0:
             arm.clean()
         dist.barrier()
-        say(
-            "block",
-            arm=arm.name,
-            round=number,
-            wall_s=wall_s,
-            call_s=call_s,
-            stall_s=stall_s,
-            durable_s=durable_s,
-        )
+        if errors:
+            raise errors[0]
+        return {
+            "wall_s": wall_s,
+            "call_s": call_s,
+            "stall_s": stall_s,
+            "durable_s": durable_s,
+        }
 
     @contextlib.contextmanager
     def _together(self, arm: Arm) -> Iterator[None]:

@@ -118,11 +118,10 @@ class NewestCapture:
             ]
             self._captures = (*beside, (capture, arena))[-_HELD_MAX:]
 
-    def return_to(self, step: int) -> None:
-        """Drop the captures after ``step``, if one of that step is there: the ranks have agreed on
-        it."""
-        if any(base.step == step for base in self.ids):
-            self._drop_if(lambda held, memory: held.step > step)
+    def return_to(self, agreed: BaseId) -> None:
+        """Drop the captures after the one that the ranks have agreed on, if it is there."""
+        if agreed in self.ids:
+            self._drop_if(lambda held, memory: BaseId(held.timeline, held.step) > agreed)
 
     def drop_overwritten(self, capture: Capture, arena: Arena) -> None:
         """Drop the capture if a new one uses its memory, even if ``forget`` was not received."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgpack
 
 from everstep.arena import Arena
+from everstep.commit import BaseId
 from everstep.format import BasePlan
 from everstep.format.writer import Written
 from everstep.keeper.held import LookReply, NewestCapture
@@ -42,14 +43,14 @@ class Recalls:
         """Send everything that is in memory to a restarted trainer: the newest base and
         the logs.
 
-        With ``at``, the step on which the ranks have agreed, the base is of that step: the
-        replica's, if the replica reaches it, or a capture of it.
+        With ``at``, the state on which the ranks have agreed, the base is that one: the replica's,
+        if the replica reaches it, or a capture.
         """
         own = bool(message.get("own"))
-        at = message.get("at")
+        at = None if message.get("at") is None else BaseId(*message["at"])
         reach = self._replicas.reach
         # First: a replica that goes on would change the memory that is about to be described.
-        self._replicas.freeze(trainer, own=own, at=at)
+        self._replicas.freeze(trainer, own=own, at=None if at is None else at.step)
         if at is not None:
             self._newest_capture.return_to(at)
         found = self._newest_capture.recall(trainer.arena, self._audit, own=own)

@@ -288,7 +288,7 @@ class Keepers:
             _log.warning("%s", remote.lost)
             return KeeperContents(missed=is_there(terms.run, terms.run_id, terms.ranks.rank))
 
-    def hold_at(self, step: int) -> HeldBase | None:
+    def hold_at(self, agreed: BaseId) -> HeldBase | None:
         """Return the state in the keeper's memory at a step on which all ranks have agreed: that of
         the replica, or a capture.
 
@@ -301,12 +301,12 @@ class Keepers:
         if remote is None:
             return None
         try:
-            base = remote.recall(self.terms.timeout_s, at=step).base
+            base = remote.recall(self.terms.timeout_s, at=agreed).base
         # The other ranks wait for an answer, whatever happens here.
         except (EverstepError, OSError) as error:
             _log.warning("the state in the keeper's memory is not used: %s", error)
             return None
-        return base if base is not None and base.id.step == step else None
+        return base if base is not None and base.id == agreed else None
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Open the keeper's mailbox for the keepers of other ranks; return its address.

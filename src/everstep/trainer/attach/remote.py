@@ -264,18 +264,20 @@ class RemoteKeeper:
         self._request({"kind": "settle"}, "settled", timeout_s)
 
     def recall(
-        self, timeout_s: float, *, own: bool = False, at: int | None = None
+        self, timeout_s: float, *, own: bool = False, at: BaseId | None = None
     ) -> KeeperContents:
         """Return the newest base in the keeper's memory, if any, and the records of its log.
 
         Args:
             own: True to include captures of this very process.
-            at: step at which the replica is frozen, if it reaches it; it then is that base.
+            at: state on which all ranks have agreed; it then is that base, if the replica reaches
+                it, or there is a capture of it.
 
         Raises:
             KeeperError, DeadlineError: See :meth:`settle`.
         """
-        reply, fds = self._request({"kind": "recall", "own": own, "at": at}, "recalled", timeout_s)
+        message = {"kind": "recall", "own": own, "at": to_plain(at)}
+        reply, fds = self._request(message, "recalled", timeout_s)
         self._recalled = self._recalled or bool(fds)
         try:
             # The arenas keep duplicates of the descriptors.

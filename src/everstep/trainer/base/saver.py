@@ -288,7 +288,8 @@ class Saver(Participant):
         """
         if not self._gates:
             return
-        for participant in self._participants:
+        # The log last: it continues from a base that ends here.
+        for participant in reversed(self._participants):
             participant.finish_copies()
         self.gate(None)
         timeout_s = self._context.options.progress_timeout_s

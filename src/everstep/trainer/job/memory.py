@@ -84,7 +84,7 @@ def _state_of_one_step(
     agreed = replicated or _common_capture(found)
     if agreed is None:
         return None
-    base = keeper.hold_at(agreed.step)
+    base = keeper.hold_at(agreed)
     if replicated is not None and base is not None and not base.marker.exact:
         base = None  # the replica does not have the bits of training
     frozen = exchange("hold the state of one step", {"held": _id_to_wire(base)})

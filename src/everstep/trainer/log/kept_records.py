@@ -413,6 +413,7 @@ class LogMemory:
             if target is None or self.target is None or target.pool is not self.target.pool:
                 self.kept.clear()
                 self.kept_bytes = 0
+                self.held.clear()  # a window of that memory is lost, too
             self.covered_number = self.covered_bytes = 0
             for record in self.kept:
                 record.to_disk = False  # the old keeper was to write it; no other one will

@@ -258,9 +258,11 @@ class Recorder(Participant):
         Where the log does not lead to this step, only the base does: then wait until the keeper
         has all of it, or a crash could lose more than the step in flight."""
         if self._last_marked_step is not None and save.step > self._last_marked_step:
-            # It is captured over the next steps. Without a hole the log leads to its end.
+            # It is captured over the next steps. Without a hole the log leads to its end; one rank
+            # of several may have found a hole that the others hear of at the next step.
             self._base_ahead = save
-            self.base_due = None
+            if self._leads_here:
+                self.base_due = None
             self.memory.base_taken()
             return
         self._base_ahead = None
@@ -272,8 +274,15 @@ class Recorder(Participant):
         save = self._base_ahead
         if save is not None and (save.is_lost or save.step <= step):
             self._base_ahead = None
-            if not save.is_lost:
+            if save.is_lost:
+                self.memory.base_failed()
+            else:
                 self._continue_from(save)
+
+    def finish_copies(self) -> None:
+        """Continue the log from a multi-step base that has ended at the last step mark."""
+        if self._last_marked_step is not None:
+            self.step_done(self._last_marked_step)
 
     def _continue_from(self, save: Save) -> None:
         why = self.base_due

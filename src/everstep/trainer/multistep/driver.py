@@ -142,6 +142,17 @@ class MultistepDriver(Participant):
 
     # --- At step marks ------------------------------------------------------------------
 
+    def base_is_needed(self, step: int) -> None:
+        """End the base in progress at ``step``, on all ranks: a log cannot wait for it."""
+        base = self.end.in_progress
+        if self.end.shared and base is not None:
+            base.end = step
+
+    @property
+    def replaced_base(self) -> Save | None:
+        """Base of one step that was taken at the last mark in place of a void window."""
+        return self.end.replaced
+
     def base_is_due(self, step: int) -> None:
         """Agree with all ranks where a base that is due at the end of ``step`` ends.
 
@@ -205,6 +216,7 @@ class MultistepDriver(Participant):
         """Continue the base in progress at a step mark."""
         end = self.end
         self._identity = identity = mark.identity
+        self.end.replaced = None
         self._invalidate_mark()
         self.copies.partitioner.steps.marked(self.stats.stalled_s)
         closing = self.stats.closing is not None  # the previous mark was the last one of a window
@@ -517,7 +529,7 @@ class MultistepDriver(Participant):
         taken = None
         try:
             if not closed and self.end.shared:
-                taken = self._take_single_step(identity)
+                taken = self.end.replaced = self._take_single_step(identity)
         finally:
             # Also if the capture has failed: callers of take() may wait for the save of this base.
             self.end.finish(identity.step, taken)

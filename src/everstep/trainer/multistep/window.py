@@ -400,9 +400,10 @@ class Handover:
         failpoint("window.after_assemble")
 
     def copies_ended(self) -> None:
-        """Release the gradients if the keeper was not notified; in the lane's thread, after
-        all copies."""
-        if not self._window.notified:
+        """Release the gradients if the keeper will not read them; in the lane's thread, after all
+        copies."""
+        # The base may have failed with its keeper before the keeper was notified: ended() has run.
+        if not self._window.notified or self._window.save.durable.done():
             self._window.release_updates()
 
     def ended(self) -> None:
@@ -489,6 +490,7 @@ class EndAlone:
         mark: last step mark, until something is updated; None if no base is in progress.
         again: reason why another base is due after one became void; None if none is.
         voids_in_row: number of consecutive void windows.
+        replaced: base of one step that was taken at the last mark in place of a void window.
     """
 
     shared = False
@@ -498,6 +500,7 @@ class EndAlone:
         self.mark: StepMark | None = None
         self.again: str | None = None
         self.voids_in_row = 0
+        self.replaced: Save | None = None
 
     @property
     def in_progress(self) -> BaseInProgress | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from everstep.errors import DeadlineError, KeeperError
 from everstep.format import BasePlan, ShardIdentity
 from everstep.link import Save, fail, failing_save
 from everstep.link.capture import Capture
-from everstep.link.pool import CapturePool
+from everstep.link.pool import Block, CapturePool
 from everstep.seams.processes import Outcome, wait_done
 from everstep.state.survey import Survey
 from everstep.trainer.attach.keeper import Service
@@ -84,7 +85,8 @@ class ScheduledSaver(Saver):
         # For the fields below: captures become complete in the lane's thread.
         self._parking = threading.Lock()
         self._parked: list[_Parked] = []  # complete captures, the newest last
-        self._completed = 0  # number of captures that became complete since the start
+        # Steps of the newest captures that became complete since the start, due ones among them.
+        self._completed: deque[int] = deque(maxlen=self._kept)
         self._newest: Save | None = None  # of the last park(), complete or not
         self._persist_when_complete: list[Save] = []  # each is to be persisted once it is complete
         self._starts = 0
@@ -94,12 +96,13 @@ class ScheduledSaver(Saver):
             if service.pool is not self._pool:
                 # A lost keeper will not report the end of a capture, so its memory is released
                 # here.
-                for parked in self._parked:
-                    parked.capture.on_end(parked.capture)
-                self._parked = []
-            # Captures of earlier timelines stay until newer ones are complete, since a crash would
-            # be restored from them. They must not be persisted any more.
-            self._completed = 0
+                self._release(lambda parked: True)
+            # A capture of an earlier timeline stays until newer ones are complete, since a crash
+            # would be restored from it. It must not be persisted any more. Several ranks have
+            # agreed on one; memory for their others was not planned.
+            if self._kept > 1:
+                self._release(lambda parked: parked.capture.step != service.step)
+            self._completed.clear()
             self._newest = None
             self._persist_when_complete = []
             self._starts += 1
@@ -114,8 +117,10 @@ class ScheduledSaver(Saver):
     def reachable_step(self) -> int | None:
         """Return the step of the newest complete capture that the keepers of all ranks are known to
         hold; None if they hold none."""
-        parked = list(self._parked)
-        return parked[-self._kept].capture.step if len(parked) >= self._kept else None
+        steps = list(self._completed)
+        # Without a gap: another rank may have just the one that failed here.
+        whole = len(steps) == self._kept and steps[-1] - steps[0] == self._kept - 1
+        return steps[0] if whole else None
 
     def park(self, mark: Mark) -> None:
         """Take a capture that stays in memory until a newer one is complete.
@@ -280,7 +285,8 @@ class ScheduledSaver(Saver):
             # Under the lock: start() clears the service before another keeper comes into use.
             serves = service.keeper is self._keeper
             if serves:
-                self._completed += starts == self._starts
+                if starts == self._starts:
+                    self._completed.append(capture.step)
                 older = self._superseded(capture, starts)
             if service.process is not None and capture.parked:
                 service.process.set_aside(capture)
@@ -294,12 +300,33 @@ class ScheduledSaver(Saver):
         for one in older:
             one.on_end(one)
 
+    def acquire(self, prepared: PreparedBase, survey: Survey) -> Block:
+        """Reserve a block; of several ranks, drop parked captures if there is no memory beside
+        them: this one could not become complete, nor supersede them."""
+        assert self._pool is not None
+        while self._kept > 1 and self._parked:
+            room = self._pool.acquire_now(prepared.size_bytes, prepared.objects_bytes)
+            if room is not None:
+                self._pool.release(room)
+                break
+            with self._parking:
+                oldest = self._parked[:1]
+                self._release(oldest.__contains__)
+        return super().acquire(prepared, survey)
+
+    def _release(self, is_over: Callable[[_Parked], bool]) -> None:
+        """Release parked captures; with the lock held."""
+        over = [parked for parked in self._parked if is_over(parked)]
+        self._parked = [parked for parked in self._parked if not is_over(parked)]
+        for parked in over:
+            parked.capture.on_end(parked.capture)
+
     def _superseded(self, capture: Capture, starts: int) -> list[Capture]:
         """Remove and return the parked captures that nobody needs beside a complete one."""
 
         def is_needed(parked: _Parked) -> bool:
             if parked.starts != starts:
-                return self._completed < self._kept
+                return len(self._completed) < self._kept
             return capture.step - parked.capture.step < self._kept
 
         over = [parked.capture for parked in self._parked if not is_needed(parked)]

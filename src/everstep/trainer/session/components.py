@@ -117,6 +117,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     given = given_plan(options.method.plan, seams.filesystem, state)
     # After the budgets were checked: a start that they refuse leaves no run folder.
     run_id = place.open_run()
+    footprint = _agreed(footprint, options, place)
     channel = BackgroundChannel(
         options.on_failure, seams.clock, progress_timeout_s=options.progress_timeout_s
     )
@@ -187,6 +188,19 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     warn_of_unsaved_residuals(state)
     print_footprint(footprint, options, place, state, limits, in_process=terms.in_process)
     return components
+
+
+def _agreed(footprint: Footprint, options: Options, place: RunPlace) -> Footprint:
+    """Return the footprint with the decision of all ranks whether captures between bases are kept:
+    one that a rank lacks is of no use to the others.
+
+    Raises:
+        DeadlineError: another rank does not construct its Checkpointer.
+    """
+    if place.job is None or not options.is_scheduled:
+        return footprint
+    votes = place.job.exchange("plan the memory of captures", {"parks": footprint.parks})
+    return replace(footprint, parks=all(vote["parks"] for vote in votes))
 
 
 def _with_window(

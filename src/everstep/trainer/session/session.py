@@ -216,9 +216,7 @@ class Session:
         if survey is not None:
             self.watch.marked(survey)
         mark = Mark(self.at, survey)
-        for participant in self.parts.participants:
-            if participant.mark(mark):
-                self.watch.count_untracked_write()
+        self._mark(mark)
         # Before the ranks decide: a base that is agreed on there is not the one in progress.
         busy = any(one.is_busy for one in self.parts.participants)
         needed, due = self.consensus.decide(self.at.step)
@@ -233,6 +231,15 @@ class Session:
         for participant in self.parts.participants:
             participant.step_done(self.at.step)
         self.preemption.step_ended(self.at.step, self.save_last)
+
+    def _mark(self, mark: Mark) -> None:
+        """Let all participants handle a step mark, and know of a base that was taken there."""
+        for participant in self.parts.participants:
+            if participant.mark(mark):
+                self.watch.count_untracked_write()
+        for save in [one.replaced_base for one in self.parts.participants]:
+            if save is not None:
+                self._tell_taken(save)
 
     def _take_due_base(self, survey: Survey | None, *, busy: bool, needed: bool) -> None:
         """Take the base that is due, or postpone it.
@@ -304,10 +311,13 @@ class Session:
         identity = self.at.identity(exact)
         request = BaseRequest(identity, survey, show, in_memory, captured, needed)
         save = self.parts.source.take(request)
-        # The log last: it begins at a base that the keeper has completely, and may wait for it.
-        for participant in reversed(participants):
-            participant.base_taken(save)
+        self._tell_taken(save)
         return save
+
+    def _tell_taken(self, save: Save) -> None:
+        # The log last: it begins at a base that the keeper has completely, and may wait for it.
+        for participant in reversed(self.parts.participants):
+            participant.base_taken(save)
 
     def save_last(self, timeout_s: float) -> None:
         """Take a last base unless it is refused, and wait for it."""

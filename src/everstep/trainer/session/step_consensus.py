@@ -131,8 +131,11 @@ class StepConsensus:
             return False, False
         needed, due = self._exchange(step)
         due = due if self._timed else self._cadence.due(step)
-        if due:
-            for participant in self._participants:
+        # Here, not where the base is taken: a rank on which this step fails does not come there.
+        for participant in self._participants:
+            if needed:
+                participant.base_is_needed(step)
+            elif due:
                 participant.base_is_due(step)
         return needed, due
 
