@@ -155,9 +155,8 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         participants += [recorder] if replica is None else [recorder, replica]
     if options.is_multistep:
         footprint = _with_window(footprint, options, place, state)
-        log = None if recorder is None else recorder.memory
-        source = multistep = MultistepDriver(context, saver, window_end(place.job), log)
-        participants.append(multistep)
+        source = _multistep(context, saver, place, recorder)
+        participants.append(source)
     cadence = Cadence(
         context,
         saver,
@@ -221,6 +220,13 @@ def _with_window(
     host_bytes = footprint.memory.host_bytes
     check_multistep_budget(options, host_bytes, footprint.state_bytes, gradient_bytes)
     return replace(footprint, gradients=(elements, gradient_bytes))
+
+
+def _multistep(
+    context: TrainingContext, saver: Saver, place: RunPlace, recorder: Recorder | None
+) -> MultistepDriver:
+    log = None if recorder is None else recorder.memory
+    return MultistepDriver(context, saver, window_end(place.job), log)
 
 
 def _saver_of(
