@@ -57,9 +57,10 @@ def test_lossy_parts_of_some_ranks_take_all_to_the_same_approximation(
 ) -> None:
     """Never called exact: not by those either whose own parts are whole."""
 
-    def plan(identity: Any, records: list[LogRecord]) -> Any:
+    def plan(identity: Any, records: list[LogRecord], **options: Any) -> Any:
         lossy = identity.rank in ranks
-        return plan_segment(identity, [lossy_record(r, 0.1) if lossy else r for r in records])
+        records = [lossy_record(r, 0.1) if lossy else r for r in records]
+        return plan_segment(identity, records, **options)
 
     monkeypatch.setattr(segment_queue, "plan_segment", plan)
     monkeypatch.setattr(parts, "take", waves)

@@ -366,7 +366,7 @@ def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Ke
     served = {number: bytes(record) for number, record in fields.get("served", ())}
     reach = fields.get("replica")
     replica = None if reach is None else ReplicaReach(*reach)
-    captures = tuple(BaseId(*one) for one in fields["captures"])
+    captures = tuple(BaseId(*one) for one in fields.get("captures", ()))
     return KeeperContents(base, tuple(records), copies, tuple(peer_logs), served, replica, captures)
 
 
