@@ -118,7 +118,7 @@ def test_with_little_memory_only_the_captures_are_taken_that_are_due(
 ) -> None:
     """Several ranks need that for five states, to have a capture in common when they are killed."""
     path, keeper = tmp_path / "run", KeeperOptions()  # processes, which would hold the others
-    budget = Budget(host_bytes=300_000)
+    budget = Budget(host_bytes=40_000)
     options = {"method": "checkflow", "every": 3, "keeper": keeper, "budget": budget}
     try:
         with trainings(path, path, **options) as ranks:
