@@ -14,7 +14,7 @@ from tests.support.ranks.multistep import STEPS, Job, wanted
 from tests.support.ranks.together import bases, on_all, resume, train, trainings
 from tests.support.ranks.trainings import compare
 
-STATE_BYTES = 17 * 4096  # of a rank, in whole pages, with its plain data
+STATE_BYTES = 16_400  # of a rank, as a block of memory
 TOLD = "capture.before_captured"
 METHOD = {"method": "checkflow", "every": 50, "keep": 50}
 
