@@ -47,3 +47,7 @@ print(f"resumed from step {recoveries[-1]['step']}")
 if os.environ.get("RANK", "0") == "0":
     finals = [final_of(rank) for rank in range(int(os.environ.get("WORLD_SIZE", "1")))]
     (folder / "final.json").write_text(json.dumps(finals, sort_keys=True))
+# Gloo's threads may abort a process that exits with groups (pytorch/pytorch pull request 179291).
+distributed = sys.modules.get("torch.distributed")
+if distributed is not None and distributed.is_initialized():
+    distributed.destroy_process_group()
