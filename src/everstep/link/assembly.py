@@ -86,7 +86,8 @@ def _entry_at(plan: BasePlan, position: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PartialUpdate:
-    """One update, with the gradients of only those parameters that had been captured before it.
+    """One update in the arena: with the gradients of only those parameters that had been captured
+    before it, or, if it is a record of the log, of all.
 
     Attributes:
         head: head of its log record.

@@ -462,7 +462,7 @@ def _die_at(place: str, rank: int, step: int) -> None:
 
 
 def _do_at(step: int, ckpt: Any) -> None:
-    """What ``DOES`` says for the end of a step: a JSON object, by step; several with commas."""
+    """Do as ``DOES`` says for the end of a step: a JSON object, by step; several with commas."""
     for wanted in json.loads(os.environ.get("DOES", "{}")).get(str(step), "").split(","):
         _do(wanted, ckpt)
 

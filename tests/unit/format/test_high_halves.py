@@ -23,7 +23,7 @@ UPDATE = RecordHead("update", 1, 1, 1, "s" * 32)
 
 
 def short(size: int = SIZE) -> torch.Tensor:
-    """What a 16-bit backward gives a 32-bit master; with everything that a float may be."""
+    """Gradients of a 16-bit backward for a 32-bit master, with everything that a float may be."""
     generator = torch.Generator().manual_seed(1)
     found = torch.randn(size, generator=generator).bfloat16()
     odd = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40]

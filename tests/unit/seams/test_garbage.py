@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,16 @@ def test_the_last_of_several_threads_turns_it_on() -> None:
     leave.set()
     thread.join(TIMEOUT_S)
     assert gc.isenabled()
+
+
+def test_a_child_that_is_forked_meanwhile_collects() -> None:
+    """No block of the parent ends there."""
+    with collection_paused():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_a_start_is_not_interrupted(tmp_path: Path) -> None:

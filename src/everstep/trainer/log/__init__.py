@@ -10,7 +10,7 @@ The keeper receives the records and writes them as segments of the gradient log.
 - ``untracked_writes``: detect writes to optimizer-owned tensors that no hook announced.
 - ``nonfinite``: detect NaN and infinity in recorded gradients."""
 
-from everstep.trainer.log.kept_records import HeldRecords, HeldUpdate, LogMemory
+from everstep.trainer.log.kept_records import HeldRecords, LogMemory
 from everstep.trainer.log.nonfinite import NonFiniteCheck, nonfinite_error
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.untracked_writes import WatchedTensors
@@ -18,7 +18,6 @@ from everstep.trainer.log.update_inputs import InputReader, UpdateInputs
 
 __all__ = [
     "HeldRecords",
-    "HeldUpdate",
     "InputReader",
     "LogMemory",
     "NonFiniteCheck",

@@ -17,6 +17,7 @@ from everstep.config import Options
 from everstep.errors import DeadlineError, KeeperError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.link import BackgroundChannel, Save
+from everstep.link.assembly import PartialUpdate
 from everstep.link.messages import ENDED, RECORD_BYTES
 from everstep.link.pool import Block, CapturePool
 from everstep.link.recordable import LogKeeper
@@ -320,23 +321,6 @@ class _StoredRecord:
     taken_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class HeldUpdate:
-    """Update in the memory of the log.
-
-    Attributes:
-        head: header of its record.
-        layout: layout of its tensors.
-        objects: its encoded objects, by name.
-        offset: byte offset of its tensors in the memory shared with the keeper.
-    """
-
-    head: RecordHead
-    layout: ShardLayout
-    objects: Mapping[str, bytes]
-    offset: int
-
-
 @dataclass(slots=True, eq=False)
 class HeldRecords:
     """Records that a multi-step base needs, kept in memory until it is rebuilt.
@@ -349,11 +333,11 @@ class HeldRecords:
 
     memory: LogMemory
     after: int
-    updates: list[HeldUpdate] = field(default_factory=list)
+    updates: list[PartialUpdate] = field(default_factory=list)
     hole: str | None = None
 
     def release(self) -> None:
-        """Need them no more; in any thread, any number of times."""
+        """Release them; in any thread, any number of times."""
         self.memory.unhold(self)
 
 
@@ -522,10 +506,18 @@ class LogMemory:
             self.held.remove(held)
         self.release()
 
-    def stored(self, number: int, update: HeldUpdate) -> None:
-        """Note what the record ``number`` holds; in the lane's thread."""
-        if update.head.kind != "update":
+    def stored(
+        self,
+        number: int,
+        head: RecordHead,
+        layout: ShardLayout,
+        objects: Mapping[str, bytes],
+        room: Block,
+    ) -> None:
+        """Note the update in record ``number`` for bases that need it; in the lane's thread."""
+        if head.kind != "update":
             return
+        update = PartialUpdate(head, layout, objects, room.offset)
         with self.lock:
             for held in self.held:
                 if number > held.after:

@@ -37,7 +37,6 @@ from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base import Saver
 from everstep.trainer.log.kept_records import (
     DiskLog,
-    HeldUpdate,
     LogMemory,
     LogTarget,
     Reservation,
@@ -558,7 +557,7 @@ class Recorder(Participant):
                 return
             if head.kind == "mark":
                 self._declared.check(head, layout, target.block(room), ran)
-            self.memory.stored(number, HeldUpdate(head, layout, encoded, room.offset))
+            self.memory.stored(number, head, layout, encoded, room)
             target.keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
             self.stats.record_bytes += layout.size_bytes + objects_bytes

@@ -303,11 +303,7 @@ def logged_updates(records: HeldRecords, begin_lsn: int, end_lsn: int) -> list[P
             f"a base over several steps cannot be completed: {records.hole or 'the log has a hole'}"
         )
     # What a declared update changes is captured at the last mark.
-    return [
-        PartialUpdate(update.head, update.layout, update.objects, update.offset)
-        for update in found
-        if not update.head.declared
-    ]
+    return [update for update in found if not update.head.declared]
 
 
 def samples_at_mark(

@@ -184,11 +184,11 @@ def _further_notices(
     if place.peers is not None and ranks.nodes:
         yield peer_notice(ranks, footprint.memory.peer_bytes, footprint.peer_log_bytes)
     if options.is_scheduled and not in_memory and not (footprint.parks and in_process):
-        why = "without a keeper process"
+        why = "without a keeper process,"
         if options.keeper.process:
             need_bytes = captures_at_once(ranks.world) * footprint.state_bytes
-            why = f"with several ranks and less than {need_bytes} bytes of host memory for them"
-        yield f"{why}, captures between bases are not kept: none is taken"
+            why = f"several ranks need Budget(host_bytes={need_bytes}) or more on each of them; so"
+        yield f"{why} captures between bases are not kept: none is taken"
     computes = options.is_multistep and not options.leaves_bases_fuzzy
     if (options.has_replica or computes) and (why := why_inexact(state)):
         yield why
