@@ -43,7 +43,7 @@ from everstep.version import TORCH_MIN, __version__, is_too_old
 if TYPE_CHECKING:
     from everstep import compress as compress
     from everstep import data as data
-    from everstep import errors
+    from everstep import errors as errors
     from everstep import options as options
     from everstep.checkpointer import Checkpointer
     from everstep.config.method import Method, presets
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from everstep.link.save import Save
     from everstep.look.load import load, peek
     from everstep.restore.start.report import Recovery
+    from everstep.state.providers.chunks import Provider
     from everstep.tiers.options import PeerOptions, TierOptions
     from everstep.trainer.session.stats import Stats
 
@@ -63,12 +64,12 @@ __all__ = [
     "LogOptions",
     "Method",
     "PeerOptions",
+    "Provider",
     "Recovery",
     "Save",
     "Stats",
     "TierOptions",
     "__version__",
-    "errors",
     "load",
     "peek",
     "presets",
@@ -83,6 +84,7 @@ _WHERE = {
     "LogOptions": "config.options",
     "Method": "config.method",
     "PeerOptions": "tiers.options",
+    "Provider": "state.providers.chunks",
     "Recovery": "restore.start.report",
     "Save": "link.save",
     "Stats": "trainer.session.stats",

@@ -14,7 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.state.ownership import Memory, OwnedMemory, memory_of, overlapping_pairs
-from everstep.state.providers import OptimizerProvider, Provider, local_optimizer, named_parameters
+from everstep.state.providers import (
+    OptimizerProvider,
+    SectionProvider,
+    local_optimizer,
+    named_parameters,
+)
 from everstep.state.providers.optimizers import unsaved_inner_optimizers
 from everstep.state.providers.plain import PlainProvider
 from everstep.state.ranks import DDPBuckets
@@ -45,7 +50,7 @@ class Coverage:
 
     def __init__(
         self,
-        providers: Mapping[str, Provider],
+        providers: Mapping[str, SectionProvider],
         optimizers: Mapping[str, Optimizer],
         buckets: DDPBuckets,
         held: Callable[[], Callable[[torch.Tensor], bool]],

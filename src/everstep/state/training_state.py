@@ -32,13 +32,14 @@ from everstep.state.positions import POSITIONS, is_followed, loader_within
 from everstep.state.providers import (
     ModuleProvider,
     OptimizerProvider,
-    Provider,
     RestorePlan,
+    SectionProvider,
     StatefulProvider,
     ZeroProvider,
     named_parameters,
     unwrap_optimizer,
 )
+from everstep.state.providers.chunks import ChunkedProvider, Provider
 from everstep.state.providers.modules import ParameterNames
 from everstep.state.providers.optimizers import is_zero
 from everstep.state.providers.plain import Occurrences, PlainProvider, RngProvider, held_memory
@@ -69,7 +70,7 @@ class _FixedObjects:
         providers: provider of each of its values.
     """
 
-    def __init__(self, values: Mapping[str, Any], providers: Mapping[str, Provider]) -> None:
+    def __init__(self, values: Mapping[str, Any], providers: Mapping[str, SectionProvider]) -> None:
         self._values = values
         self._keys = frozenset(values)
         self._objects = {
@@ -114,7 +115,7 @@ class _Surveyor:
 
     def __init__(
         self,
-        providers: Mapping[str, Provider],
+        providers: Mapping[str, SectionProvider],
         names: ParameterNames,
         rules: OwnershipRules,
         objects: _FixedObjects,
@@ -211,7 +212,7 @@ class State:
         self.values: Mapping[str, Any] = values
         self._places = Occurrences()
         self.optimizers: dict[str, Optimizer] = {}
-        self.providers: dict[str, Provider] = {}
+        self.providers: dict[str, SectionProvider] = {}
         for key, value in values.items():
             if isinstance(value, Optimizer):
                 self.optimizers[key] = unwrap_optimizer(value)
@@ -241,7 +242,7 @@ class State:
 
     def _provider_of(
         self, key: str, values: MutableMapping[str, Any], names: ParameterNames
-    ) -> Provider:
+    ) -> SectionProvider:
         """Create the provider of one value of the state dict."""
         value = values[key]
         if isinstance(value, nn.Module):
@@ -250,6 +251,8 @@ class State:
             optimizer = self.optimizers[key]
             kind = ZeroProvider if is_zero(optimizer) else OptimizerProvider
             return kind(key, optimizer, names)
+        if isinstance(value, Provider):
+            return ChunkedProvider(key, value)
         if isinstance(value, Stateful) and not isinstance(value, type):
             kind_of = LoaderProvider if LoaderProvider.takes(value) else StatefulProvider
             return kind_of(key, value)
@@ -484,7 +487,7 @@ class State:
         return plans
 
 
-def _why_of_another_kind(provider: Provider, tree: Any) -> str:
+def _why_of_another_kind(provider: SectionProvider, tree: Any) -> str:
     """Return why a saved section cannot be a provider's, whatever its tensors; "" if it can."""
     if isinstance(provider, StatefulProvider) and OptimizerProvider.groups_of(tree):
         return "the checkpoint has an optimizer here, the state another kind of object"

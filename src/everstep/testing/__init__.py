@@ -1,6 +1,7 @@
 """Tools for users' own tests of what they build on everstep.
 
 ``conformance``    checks of the contract of a tier, for users' own tiers; their helpers
+``providers``      checks of the contract of a state provider, for users' own providers
 ``faultytier``     a tier that wraps another, and fails, stalls or loses data as a seed determines
 ``emulated_link``  a link between device and host with a given bandwidth
 ``keepers``        end the keeper of a run; find the base that it holds in memory

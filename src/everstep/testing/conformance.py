@@ -191,13 +191,18 @@ class Result:
 
 
 def conformance(place: Place, checks: Sequence[Check] | None = None) -> list[Result]:
-    """Puts a tier to all checks, whatever one of them finds."""
+    """Run all checks on a tier, whatever one of them finds."""
+    return run_checks(CHECKS if checks is None else checks, place)
+
+
+def run_checks(checks: Sequence[Callable[[_T], None]], subject: _T) -> list[Result]:
+    """Run checks on a subject, whatever one of them finds."""
     results = []
-    for check in CHECKS if checks is None else checks:
+    for check in checks:
         began_s = time.monotonic()
         problem = None
         try:
-            check(place)
+            check(subject)
         except Exception:
             problem = traceback.format_exc()
         results.append(Result(check.__name__, problem, time.monotonic() - began_s))

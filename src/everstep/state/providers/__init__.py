@@ -7,6 +7,7 @@ Runs in the training process; also used by restores. Read in this order:
 ``optimizers``  optimizers: state by parameter name; ZeroRedundancyOptimizer
 ``encodings``   optimizers whose ``state_dict()`` has another form than their state
 ``stateful``    objects with ``state_dict()`` and ``load_state_dict()``; loaders
+``chunks``      the user's own objects that give their state chunk by chunk
 ``plain``       plain data; the random generators of the process
 ``gradients``   gradients, which are not part of a state
 """
@@ -19,15 +20,15 @@ from everstep.state.providers.optimizers import (
     local_optimizer,
     unwrap_optimizer,
 )
-from everstep.state.providers.provider import Provider, RestorePlan
+from everstep.state.providers.provider import RestorePlan, SectionProvider
 from everstep.state.providers.stateful import StatefulProvider
 
 __all__ = [
     "PARTITIONED",
     "ModuleProvider",
     "OptimizerProvider",
-    "Provider",
     "RestorePlan",
+    "SectionProvider",
     "StatefulProvider",
     "ZeroProvider",
     "local_optimizer",

@@ -12,7 +12,13 @@ from torch import nn
 from everstep.state.guards import ModuleGuard, canonical_key
 from everstep.state.layout import Entry
 from everstep.state.providers.gradients import discard_unreduced_gradients
-from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference, same_memory
+from everstep.state.providers.provider import (
+    RestorePlan,
+    Saved,
+    SectionProvider,
+    difference,
+    same_memory,
+)
 from everstep.state.survey import SectionContents, same_objects
 from everstep.state.values.objects import TensorRef, join_path
 from everstep.state.values.tensors import tensor_entry
@@ -85,7 +91,7 @@ class ParameterNames:
         return self._names
 
 
-class ModuleProvider(Provider):
+class ModuleProvider(SectionProvider):
     """Provider of an ``nn.Module``, through its ``state_dict``.
 
     Attributes:
@@ -211,7 +217,9 @@ class ModuleProvider(Provider):
         )
 
 
-def named_parameters(providers: Mapping[str, Provider]) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(
+    providers: Mapping[str, SectionProvider],
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of all modules of a state, by entry name."""
     for section, provider in providers.items():
         if isinstance(provider, ModuleProvider):

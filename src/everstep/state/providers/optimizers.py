@@ -29,7 +29,7 @@ from everstep.state.ownership import Memory, OwnedMemory, owned_memory_of
 from everstep.state.providers.encodings import Encodings, load_exactly
 from everstep.state.providers.gradients import has_gradient, parameters_with_gradient
 from everstep.state.providers.modules import ParameterNames
-from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference
+from everstep.state.providers.provider import RestorePlan, Saved, SectionProvider, difference
 from everstep.state.survey import SectionContents, TensorBlock, storable_block, unsupported
 from everstep.state.values.objects import is_fixed, join_path
 from everstep.state.values.tensors import is_dtensor, why_not_storable
@@ -93,7 +93,7 @@ def unsaved_inner_optimizers(optimizer: Optimizer) -> list[tuple[str, Optimizer]
     return [(name, one) for name, one in inside if one.state is not optimizer.state]
 
 
-class OptimizerProvider(Provider):
+class OptimizerProvider(SectionProvider):
     """Provider of a ``torch.optim.Optimizer``.
 
     The tree is ``state_dict()`` with three changes: ``state`` is keyed by parameter name, each

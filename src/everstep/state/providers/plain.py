@@ -22,7 +22,13 @@ from everstep.errors import FormatError
 from everstep.seams.memory import WritableMemory, copy_memory
 from everstep.state.layout import Entry
 from everstep.state.layout.entries import RNG_SECTION
-from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference, same_memory
+from everstep.state.providers.provider import (
+    RestorePlan,
+    Saved,
+    SectionProvider,
+    difference,
+    same_memory,
+)
 from everstep.state.survey import DeferredTree, SectionContents, TensorBlock
 from everstep.state.values.generators import (
     GENERATORS,
@@ -114,7 +120,7 @@ def held_memory(
     return lambda tensor: address_of(tensor) in held
 
 
-class PlainProvider(Provider):
+class PlainProvider(SectionProvider):
     """Provider of plain data in the user's mapping.
 
     Args:
@@ -250,7 +256,7 @@ def _trained_flags(value: Any, *, of_module: bool = False) -> Iterator[bool]:
             yield from _trained_flags(item, of_module=of_module)
 
 
-class RngProvider(Provider):
+class RngProvider(SectionProvider):
     """Provider of the random generators of the process: Python, NumPy, torch, and the CUDA
     devices in use."""
 

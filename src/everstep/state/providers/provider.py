@@ -17,14 +17,17 @@ from everstep.state.survey import SectionContents, TensorBlock, inspect_plain, i
 from everstep.state.values.tensors import local_tensor, tensor_entry
 
 
-class Provider:
+class SectionProvider:
     """Provider of one section of the state.
 
     Attributes:
         section: key in the state dict.
+        replicated: entry names of tensors that all ranks hold, beside those of modules and
+            optimizers; as of the last look.
     """
 
     section: str
+    replicated: frozenset[str] = frozenset()
     _blocks: tuple[TensorBlock, ...] = ()  # found last
 
     def collect(self) -> Any:

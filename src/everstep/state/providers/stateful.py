@@ -25,7 +25,7 @@ from everstep.state.positions import (
     loader_within,
     same_values,
 )
-from everstep.state.providers.provider import Provider, RestorePlan, Saved, difference
+from everstep.state.providers.provider import RestorePlan, Saved, SectionProvider, difference
 from everstep.state.values.tensors import is_dtensor
 
 
@@ -38,7 +38,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-class StatefulProvider(Provider):
+class StatefulProvider(SectionProvider):
     """Provider of an object with ``state_dict`` and ``load_state_dict``.
 
     Attributes:

@@ -43,7 +43,7 @@ from torch import distributed, nn
 from everstep.errors import UnsupportedStateError
 from everstep.state.guards import canonical_key
 from everstep.state.layout.entries import RESERVED
-from everstep.state.providers import ModuleProvider, Provider, RestorePlan, named_parameters
+from everstep.state.providers import ModuleProvider, RestorePlan, SectionProvider, named_parameters
 from everstep.state.providers.provider import Saved
 from everstep.state.survey import SectionContents
 from everstep.state.values.objects import Encoded, encode
@@ -209,7 +209,7 @@ class _Order:
     numbers: tuple[int, ...] | None
 
 
-class DDPBuckets(Provider):
+class DDPBuckets(SectionProvider):
     """Provider of the bucket order of all DDPs that train parameters of a state, for more than two
     ranks.
 
@@ -221,7 +221,7 @@ class DDPBuckets(Provider):
 
     section = BUCKETS_SECTION
 
-    def __init__(self, providers: Mapping[str, Provider]) -> None:
+    def __init__(self, providers: Mapping[str, SectionProvider]) -> None:
         self._providers = providers
         self._known: dict[str, weakref.ref[nn.parallel.DistributedDataParallel]] = {}
         self._saved: Mapping[str, Any] = {}

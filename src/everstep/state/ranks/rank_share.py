@@ -20,8 +20,8 @@ from everstep.state.layout.placement import WHOLE, replica_digests
 from everstep.state.providers import (
     ModuleProvider,
     OptimizerProvider,
-    Provider,
     RestorePlan,
+    SectionProvider,
     StatefulProvider,
     named_parameters,
     unwrap_optimizer,
@@ -77,7 +77,7 @@ class RankShare:
         sharing: writers of the entries surveyed last; None: a job of one rank.
     """
 
-    def __init__(self, ranks: RankInfo, providers: Mapping[str, Provider]) -> None:
+    def __init__(self, ranks: RankInfo, providers: Mapping[str, SectionProvider]) -> None:
         self._ranks = ranks
         self._providers = providers
         self._shapes: tuple[Shape, Shape] | None = None  # of everything, of the share; seen last

@@ -15,12 +15,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import xxhash
 
 from everstep.state.layout import Entry, Placement, ReplicaDigest
 from everstep.state.layout.placement import replica_digests, replicas_on_mesh
-from everstep.state.providers import ModuleProvider, OptimizerProvider, Provider, ZeroProvider
+from everstep.state.providers import (
+    ModuleProvider,
+    OptimizerProvider,
+    SectionProvider,
+    ZeroProvider,
+)
 from everstep.state.ranks import ddp
 from everstep.state.values.objects import join_path
 
@@ -72,6 +78,7 @@ class Replication:
         updaters: entry names of parameters that one rank updates for several (ZeRO) -> that rank,
             and all of them.
         modules: sections that are modules.
+        everywhere: entry names of tensors that all ranks hold, as their provider declares.
     """
 
     parameters: Mapping[str, _Ranks]
@@ -79,6 +86,7 @@ class Replication:
     owned: Mapping[str, _Ranks]
     updaters: Mapping[str, tuple[int, _Ranks]] = field(default_factory=dict)
     modules: frozenset[str] = frozenset()
+    everywhere: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +211,8 @@ class WriterAssignment:
             return EntryReplicas(unit, self._near(replicas_on_mesh(placement, me)), placement)
         if front in self.common.owned:
             return EntryReplicas(unit, (me,), self._held_by(self.common.owned[front]))
+        if name in self.common.everywhere:
+            return EntryReplicas(unit, self._near(self._everyone), self._held_by(self._everyone))
         together = self.common.parameters.get(unit)
         # Step counters are plain tensors even where the moments beside them are DTensors.
         counts = name.endswith("/step") and entry.size_bytes <= _COUNTER_BYTES
@@ -294,7 +304,9 @@ def _parameter_prefix(name: str) -> str:
     return "/".join(name.split("/", 3)[:3])
 
 
-def find_replication(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Replication:
+def find_replication(
+    providers: Iterable[SectionProvider], aliases: Mapping[str, str]
+) -> Replication:
     """Find the state that ranks replicate, from wrappers and optimizers.
 
     Parameters inside of DistributedDataParallel are equal on all ranks of its group, and so is the
@@ -337,4 +349,6 @@ def find_replication(providers: Iterable[Provider], aliases: Mapping[str, str]) 
                 if id(owner) in entries:
                     updaters[entries[id(owner)]] = updated_by[name], zero.ranks
     modules = frozenset(one.section for one in providers if isinstance(one, ModuleProvider))
-    return Replication(parameters, states, owned, updaters, modules)
+    # An alias is written with its entry.
+    everywhere = frozenset[str]().union(*map(attrgetter("replicated"), providers)) - aliases.keys()
+    return Replication(parameters, states, owned, updaters, modules, everywhere)
