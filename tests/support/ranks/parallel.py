@@ -64,6 +64,18 @@ class Net(nn.Module):
         return self.down(self.noise(self.up(self.norm(x)).relu()))  # type: ignore[no-any-return]
 
 
+class Lines(nn.Module):
+    """A net without a norm: tensor parallelism makes each of its parameters a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_WIDTH, 8)
+        self.down = nn.Linear(8, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())  # type: ignore[no-any-return]
+
+
 class Deep(nn.Module):
     """A net whose layers are used in another order than they are named in, so that gradients come
     in another order than that of the parameters or its reverse."""
@@ -200,7 +212,7 @@ def _values(model: Any, *, zero: bool = False) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": {}}
 
 
-def _tensor_parallel(net: Net, mesh: Any) -> None:
+def _tensor_parallel(net: nn.Module, mesh: Any) -> None:
     parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
@@ -303,8 +315,14 @@ def _tp(rank: int, world: int) -> Training:
     return _finish(net, 0)
 
 
-def _fsdp_tp(rank: int, world: int) -> Training:
-    mesh, net = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp")), Net()
+def _tp_lines(rank: int, world: int) -> Training:
+    net = Lines()
+    _tensor_parallel(net, init_device_mesh("cpu", (world,)))
+    return _finish(net, 0)
+
+
+def _fsdp_tp(rank: int, world: int, net_type: Callable[[], nn.Module] = Net) -> Training:
+    mesh, net = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp")), net_type()
     _tensor_parallel(net, mesh["tp"])
     return _finish(fully_shard(net, mesh=mesh["dp"]), rank // 2)
 
@@ -448,6 +466,8 @@ MORE = {
     "buckets_accumulated": Layout("DDP, gradients accumulated", 4, _buckets_accumulated),
     "buckets_two": Layout("two DDPs in a module", 4, _buckets_two),
     "buckets_static": Layout("DDP, static graph", 4, partial(_buckets, static_graph=True)),
+    "tp_lines": Layout("TP, all parameters", 2, _tp_lines),
+    "fsdp_tp_lines": Layout("FSDP2 x TP, all parameters", 4, partial(_fsdp_tp, net_type=Lines)),
     "hsdp_topk": Layout("FSDP2, replicated, on compressed gradients", 4, _hsdp_topk),
 }
 """With what is tried for one thing alone."""

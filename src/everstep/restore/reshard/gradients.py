@@ -64,8 +64,8 @@ class _Wanted:
     Attributes:
         box: box of the slice.
         shape: shape of the full parameter.
-        boxes: boxes of the old ranks whose slices overlap this one; empty if each of them held the
-            full parameter.
+        boxes: boxes of the old ranks whose slices overlap this one, of replicas as well, since one
+            of them may have recorded the slice for all; empty if each held the full parameter.
     """
 
     box: Box
@@ -77,7 +77,7 @@ class _Wanted:
         """True if the slice differs from that of each old rank."""
         if not self.boxes:
             return self.box.shape != self.shape
-        return len(self.boxes) > 1 or self.box not in self.boxes.values()
+        return set(self.boxes.values()) != {self.box}
 
     def slice_of_full(self, gradient: Gradient) -> Gradient:
         """Return the slice of a full gradient.
@@ -103,7 +103,8 @@ class _Wanted:
         there = {r: parts[r][name] for r in self.boxes if name in parts[r]}
         if not there:
             return None
-        if missing := [r for r, box in self.boxes.items() if r not in there and box.size]:
+        recorded = {self.boxes[rank] for rank in there}
+        if missing := [r for r, b in self.boxes.items() if b not in recorded and b.size]:
             raise ValueError(f"rank {missing[0]} has no gradient of {name!r}, but other ranks have")
         for rank, gradient in there.items():
             if tuple(gradient.shape) != self.boxes[rank].shape:
@@ -238,21 +239,18 @@ class ReshardedGradients:
         if not placement.cuts:
             return set(ranks), _Wanted(box, shape, {})
         boxes = {rank: _box(placement, rank, shape) for rank in ranks}
-        # The source rank comes first: its records are needed in any case.
-        found: dict[Box, int] = {boxes[self.source_rank]: self.source_rank}
-        for rank in sorted(ranks):  # one replica is enough
-            found.setdefault(boxes[rank], rank)
-        near = {r: b for b, r in found.items() if r == self.source_rank or box.meet(b) is not None}
-        meets = [part for b in near.values() if (part := box.meet(b)) is not None]
+        # The records of the source rank, and of its replicas, are needed in any case.
+        source = boxes[self.source_rank]
+        needed = {r for r, b in boxes.items() if b == source or box.meet(b) is not None}
+        near = {r: b for r, b in boxes.items() if box.meet(b) is not None}
+        meets = [part for b in set(near.values()) if (part := box.meet(b)) is not None]
         # The slices must cover this one exactly, or elements would be updated twice or never.
         if box.size and sum(part.size for part in meets) != box.size:
             raise ReplayError(f"the ranks that wrote the log did not hold all of {entry!r}")
         if any(one.meet(other) for n, one in enumerate(meets) for other in meets[:n]):
             raise ReplayError(f"slices of {entry!r} overlap")
         # An empty slice keeps the source rank, because no boxes at all means a full parameter.
-        if box.size and box.meet(boxes[self.source_rank]) is None:
-            del near[self.source_rank]
-        return set(near), _Wanted(box, shape, near)
+        return needed, _Wanted(box, shape, near or {self.source_rank: source})
 
     def _check(self, key: str, optimizer: Optimizer, name: str, parameter: torch.Tensor) -> None:
         """Check that the resharded parameter can be replayed.

@@ -48,7 +48,7 @@ from everstep.restore.start.roll_forward import replayable
 from everstep.run import BaseFound, Chain, Inventory, Skipped
 from everstep.run.chain import path_of
 from everstep.seams import Clock, FileSystem
-from everstep.state.layout.entries import shape_digest
+from everstep.state.layout.entries import PART_OBJECT, shape_digest
 from everstep.state.providers import OptimizerProvider
 from everstep.state.ranks.log_shares import other_logs_needed
 
@@ -555,7 +555,8 @@ class RankLog:
         If each rank recorded a share of common updates, a slice is as long as memory for the shares
         allows (``docs/design/ranks.md``).
         """
-        ranks = other_logs_needed(self._request.state)
+        shards = self._request.state.ranks.lossy or self._has_shares(chain)
+        ranks = other_logs_needed(self._request.state, shards=shards)
         if not ranks:
             yield from (chain,) if chain.steps else ()
             return
@@ -567,10 +568,11 @@ class RankLog:
             size_bytes = 0
             begin = place
             while place < len(chain.steps) and size_bytes < _FETCH_BYTES_MAX:
+                step = chain.steps[place]
                 try:
-                    found = exchange.fetch({rank: rank for rank in ranks}, *chain.steps[place])
+                    found = exchange.fetch({rank: rank for rank in ranks}, *step)
                 except DamageError as error:
-                    unusable = Skipped(*chain.steps[place], f"log: {error.message}")
+                    unusable = Skipped(*step, f"log: {error.message}")
                     break
                 for rank, records in found.items():
                     for record in (one for one in records if one.head.kind == "update"):
@@ -585,6 +587,17 @@ class RankLog:
         # Only now, after the intact steps before it were replayed.
         if unusable is not None:
             restored.skipped.append(unusable)
+
+    def _has_shares(self, chain: Chain) -> bool:
+        """Return True if this rank's log has shares of gradients, by the first step of each
+        timeline."""
+        for timeline, step in dict(reversed(chain.steps)).items():
+            # Replay reports records that cannot be read.
+            with contextlib.suppress(EverstepError, LookupError):
+                records = self._served.records_of(timeline, step)
+                if any(PART_OBJECT in one.objects for one in records):
+                    return True
+        return False
 
     def is_other_layout(self, loaded: LoadedBase, timeline: int, step: int) -> bool:
         """Return True if the first step after a base belongs to another layout than this rank

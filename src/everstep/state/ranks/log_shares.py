@@ -2,7 +2,9 @@
 (``docs/design/ranks.md``).
 
 Under DistributedDataParallel every rank consumes the same gradients, so each of them records a
-share. Each rank computes the assignment by itself, from the parameters, their sizes, and the ranks.
+share. So do ranks that hold the same shard of a DTensor (HSDP, tensor parallelism), but only with a
+lossy log: there, an element that two ranks recorded could be restored with two values. Each rank
+computes the assignment by itself, from the parameters, their sizes, and the ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import xxhash
 
+from everstep.state.layout.placement import replicas_on_mesh
 from everstep.state.providers import OptimizerProvider, ZeroProvider
 from everstep.state.ranks.writers import balance, find_replication
 from everstep.state.values.objects import join_path
-from everstep.state.values.tensors import LocalShard, is_dtensor
+from everstep.state.values.tensors import LocalShard, is_dtensor, local_tensor
 
 if TYPE_CHECKING:
     from everstep.state.training_state import State
@@ -44,7 +47,7 @@ def log_shares(state: State) -> dict[str, dict[str, LogShare]]:
     If a keeper follows the log (``docs/design/log.md``), the rank that writes a parameter in a base
     also records its gradients, so each disk has all of them.
     """
-    replicated = list(_replicated_parameters(state))
+    replicated = list(_replicated_parameters(state, shards=state.ranks.lossy))
     assigned: dict[str, tuple[tuple[int, ...], int]] = {}
     if state.ranks.followed and state.sharing is not None:
         assigned = {
@@ -88,11 +91,16 @@ class _ReplicatedParameter(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of a gradient."""
-        return self.parameter.numel() * self.parameter.element_size()
+        """Bytes of a gradient, or of this rank's shard of it."""
+        return local_tensor(self.parameter).nbytes
 
 
-def _replicated_parameters(state: State) -> Iterator[_ReplicatedParameter]:
+def _replicated_parameters(state: State, *, shards: bool = False) -> Iterator[_ReplicatedParameter]:
+    """Yield the parameters that several ranks train with equal gradients.
+
+    Args:
+        shards: include DTensors of which other ranks hold the same shard.
+    """
     if state.ranks.world == 1:
         return
     sharing = state.sharing if state.ranks.followed else None
@@ -108,7 +116,10 @@ def _replicated_parameters(state: State) -> Iterator[_ReplicatedParameter]:
                 yield _ReplicatedParameter(key, name, entry, parameter, zero.ranks, owners[name])
                 continue
             ranks = common.parameters.get(entry, ())
-            if len(ranks) > 1 and not is_dtensor(parameter):
+            if is_dtensor(parameter):
+                placement = LocalShard.of(parameter).placement
+                ranks = replicas_on_mesh(placement, state.ranks.rank) if shards and entry else ()
+            if len(ranks) > 1:
                 yield _ReplicatedParameter(key, name, entry, parameter, ranks)
 
 
@@ -118,10 +129,14 @@ def bytes_logged_elsewhere(state: State) -> int:
     return sum(part.size_bytes for part in found if part.owner != state.ranks.rank)
 
 
-def other_logs_needed(state: State) -> Sequence[int]:
+def other_logs_needed(state: State, *, shards: bool) -> Sequence[int]:
     """Return the other ranks whose logs a replay on this rank may need, however shares were
-    assigned."""
-    split = (one for one in _replicated_parameters(state) if one.owner is None)
+    assigned.
+
+    Args:
+        shards: include ranks that hold the same shards of DTensors; only lossy logs need theirs.
+    """
+    split = (one for one in _replicated_parameters(state, shards=shards) if one.owner is None)
     return sorted({other for one in split for other in one.ranks} - {state.ranks.rank})
 
 
@@ -152,32 +167,34 @@ def zero_parameter_written_elsewhere(state: State) -> str:
 
 
 def parameter_logged_twice(state: State) -> str:
-    """Return a parameter of which several ranks train and record the same elements; "" if there is
-    none.
+    """Return a parameter of which several ranks train and record the same elements, or may do so;
+    "" if there is none.
 
-    Such are DTensors replicated along a mesh dimension, plain parameters beside DTensors, and
-    parameters recorded once for each disk.
+    Such are parameters recorded once for each disk; plain parameters beside DTensors, and DTensors
+    of other ranks than the rest, as more ranks may hold them than they tell; and replicas of
+    DTensors that no module has.
+
+    Args:
+        state: state of a job with a lossy log.
     """
-    plain: list[str] = []
-    sharded = False
     split = log_shares(state)
-    for one in _replicated_parameters(state):
+    for one in _replicated_parameters(state, shards=True):
         part = split.get(one.key, {}).get(one.name)
         if part is None or part.ranks != one.ranks:  # recorded once for each disk
             return join_path(one.key, one.name)
+    meshes: dict[str, frozenset[int]] = {}  # by parameter; a plain one is on no mesh
     for key, provider in state.providers.items():
-        if not isinstance(provider, OptimizerProvider):
-            continue
-        for name, parameter in provider.named():
-            if not is_dtensor(parameter):
-                plain += [] if name in split.get(key, ()) else [join_path(key, name)]
-                continue
-            sharded = True
-            placement = LocalShard.of(parameter).placement
-            sides = zip(placement.cuts, placement.mesh, strict=True)
-            if any(cut.dim is None and side > 1 for cut, side in sides):
-                return join_path(key, name)
-    return plain[0] if sharded and plain else ""
+        for name, parameter in provider.named() if isinstance(provider, OptimizerProvider) else ():
+            if is_dtensor(parameter):
+                placement = LocalShard.of(parameter).placement
+                others = replicas_on_mesh(placement, state.ranks.rank)
+                if len(others) > 1 and name not in split.get(key, ()):
+                    return join_path(key, name)
+                meshes[join_path(key, name)] = frozenset(placement.ranks or ())
+            elif name not in split.get(key, ()):
+                meshes[join_path(key, name)] = frozenset()
+    fewest = min(meshes, key=lambda name: len(meshes[name]), default="")
+    return fewest if len(set(meshes.values())) > 1 else ""
 
 
 def names_digest(names: Iterable[str]) -> str:

@@ -48,6 +48,8 @@ class RankInfo:
             ``docs/design/log.md``).
         logged: there is a gradient log. Each rank restores the contents of marks from its own log,
             so each writes them.
+        lossy: the log, or a copy of it, holds lossy gradients. Each element of a gradient is then
+            in the log of one rank, so that all replicas replay the same values.
     """
 
     rank: int = 0
@@ -57,6 +59,7 @@ class RankInfo:
     nodes: tuple[str, ...] = ()
     followed: bool = False
     logged: bool = False
+    lossy: bool = False
 
 
 ONE_RANK = RankInfo()

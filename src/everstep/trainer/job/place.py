@@ -100,7 +100,13 @@ class RunPlace:
         run_id = job.open_run(seams, run, places, peers, shared_options(options))
         refuse_unaudited(job.info, options)
         computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
-        ranks = replace(job.info, followed=computed, logged=options.logs)
+        forms = {options.method.log, *(one.log for one in places), peers.log if peers else "none"}
+        ranks = replace(
+            job.info,
+            followed=computed,
+            logged=options.logs,
+            lossy=options.logs and "adaptive" in forms,
+        )
         return cls(run, seams, seams, job, ranks, places, peers, lambda: run_id)
 
 

@@ -246,7 +246,7 @@ def _refuse_lossy_replicas(
     tiers: Sequence[TierOptions],
     log: str = "dense",
 ) -> None:
-    """Refuse lossy logs of parameters that several ranks hold.
+    """Refuse lossy logs where several ranks may record the same elements of a gradient.
 
     After a recovery, one rank would continue from lossy gradients and another from exact gradients
     of the same parameter.
@@ -265,8 +265,9 @@ def _refuse_lossy_replicas(
         instead = 'log="dense"'
     if "adaptive" in forms and (name := parameter_logged_twice(state)):
         raise OptionError(
-            f"{where}: several ranks hold the same elements of {name}, and each has its own log: "
+            f"{where}: several ranks may hold the same elements of {name}, each with its own log: "
             "after a replay of a lossy log their values would differ",
             rank=state.ranks.rank,
-            hint=f"{instead}; or shard it along every dimension of the mesh",
+            hint=f"{instead}; or make every parameter a DTensor on the whole mesh, as "
+            "torch.distributed.tensor.distribute_module(model, mesh) does",
         )
