@@ -99,12 +99,21 @@ def test_its_scheme_can_be_registered(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("is_cached", [True, False], ids=["same machine", "another machine"])
+@pytest.mark.parametrize(
+    ("is_cached", "in_memory"),
+    [(True, False), (False, False), (False, True)],
+    ids=["same machine", "another machine", "without a disk"],
+)
 def test_a_run_can_be_named_by_the_url_of_a_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+    tmp_path: Path,
+    tmpfs_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_cached: bool,
+    in_memory: bool,
 ) -> None:
     """Training writes to a folder of the machine; on another one all is read from the store."""
-    monkeypatch.setenv("EVERSTEP_CACHE", str(tmp_path / "cache"))
+    cache = (tmpfs_folder if in_memory else tmp_path) / "cache"
+    monkeypatch.setenv("EVERSTEP_CACHE", str(cache))
     url = f"own:/{tmp_path}/store/my-run"
     log = everstep.LogOptions(to="disk")
     state = state_of(1)
@@ -113,17 +122,17 @@ def test_a_run_can_be_named_by_the_url_of_a_store(
         for _ in range(7):
             state["optimizer"].step()
             ckpt.step()
-    (folder,) = (tmp_path / "cache").iterdir()
+    (folder,) = cache.iterdir()
     assert folder.name.startswith("my-run-")
     if not is_cached:
-        shutil.rmtree(tmp_path / "cache")
+        shutil.rmtree(cache)
     other = state_of(2)
     with everstep.Checkpointer(url, other, method="logged", every=5, log=log) as ckpt:
         recovery = ckpt.resume()
         assert (recovery.step, recovery.exact) == (7, True)
     assert torch.equal(state["model"].weight, other["model"].weight)
     assert everstep.load(url).step == 7
-    assert [one.name for one in (tmp_path / "cache").iterdir()] == [folder.name]
+    assert [one.name for one in cache.iterdir()] == [folder.name]
 
 
 def test_what_a_keeper_process_cannot_open_is_refused(tmp_path: Path, storage: Any) -> None:
