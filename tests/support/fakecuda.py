@@ -30,10 +30,11 @@ import pytest
 import torch
 
 from everstep.capture import cuda as cuda_module
-from everstep.capture import cuda as graphs_module
 from everstep.capture import pinned as pinned_module
+from everstep.capture import stage as stage_module
 from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
+from everstep.capture.stage import StagedCopy
 from tests.support.world import TIMEOUT_S
 
 __all__ = ["POISON", "Actor", "FakeCuda", "FakeHost", "FakeThreads", "Token", "cuda_device"]
@@ -152,6 +153,7 @@ class FakeCuda:
         self.initialized = True
         self.capturing = False
         self.status = 0  # of the next cudaHostRegister
+        self.free_bytes = 1 << 40  # for stages
         self.launched = 0
         self.streams: list[FakeStream] = []
         self.registered: dict[int, int] = {}
@@ -168,9 +170,9 @@ class FakeCuda:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_module, "_cuda", self)
         monkeypatch.setattr(pinned_module, "_cuda", self)
-        monkeypatch.setattr(graphs_module, "_cuda", self)
         monkeypatch.setattr(pinned_module, "_launch_something", self._launch)
-        for name in ("_device", "_done", "_send", "_used_on"):
+        monkeypatch.setattr(stage_module, "_WIDE", torch.uint8)  # as all memory that is played
+        for name in ("_allocate", "_device", "_done", "_send", "_stage", "_used_on"):
             monkeypatch.setattr(cuda_module, name, getattr(self, f"play{name}"))
         monkeypatch.setattr(cuda_module, "packed", self.play_packed)
 
@@ -178,6 +180,9 @@ class FakeCuda:
 
     def is_initialized(self) -> bool:
         return self.initialized
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.free_bytes, self.free_bytes
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
@@ -293,6 +298,24 @@ class FakeCuda:
     def play_send(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         for source, target in zip(sources, targets, strict=True):
             self._play_copy(source, target)
+
+    def play_stage(self, copy: StagedCopy) -> None:
+        for sources, targets in copy.groups:
+            for source, target in zip(sources, targets, strict=True):
+                self._play_within(source, target)
+        for batch, target in copy.rearranged:
+            self._play_within(self.play_packed(batch), target)
+
+    def _play_within(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        one = self._alias(source)
+        other = self._alias(target)
+        self.current_stream(self._device[self._thread]).push(lambda: other.copy_(one))
+
+    def play_allocate(self, size_bytes: int, device: torch.device) -> torch.Tensor | None:
+        if size_bytes > self.free_bytes:
+            return None
+        self.free_bytes -= size_bytes
+        return self.alloc(size_bytes, device)
 
     def _play_copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         begin, end = target.data_ptr(), target.data_ptr() + target.numel()

@@ -12,6 +12,7 @@
 ``tiers/``      what tiers take of memory, disks and stores over many steps
 ``convergence`` training on compressed gradients, next to dense training
 ``lossy``       training on through failures, from a log of lossy gradients
+``device``      raw figures of a CUDA device, for ``scripts/gpu_check.sh``
 ``drill/``      hosts that train together are killed, replaced, and compared bit by bit
 
 Files that are not a run's own (texts, journals, logs) are read and written directly here;

@@ -153,7 +153,10 @@ STALL_ARMS = (
 )  # fmt: skip
 """All arms that a plain run of ``bench stall`` has, in the order in which they are shown."""
 
-_NAMED = ("gockpt_o-held",)  # takes a device's memory
+STAGED = ("lazy-staged", "lazy-half", "gockpt_o-staged")
+"""Arms of ``bench stall`` with a stage on the device, as large as the state or half of that."""
+
+_NAMED = ("gockpt_o-held", *STAGED)  # take a device's memory
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,10 @@ class StallOptions(Options):
             raise OptionError(
                 "an emulated link is for machines without a device; this one has its own",
                 hint="leave out --link, or --device",
+            )
+        if self.device == "cpu" and (staged := set(self.arms or ()) & set(STAGED)):
+            raise OptionError(
+                f"{min(staged)} needs a device: a stage is memory of it", hint="--device cuda"
             )
         _saves(self.arms, IDEAL, NEIGHBOUR)
 

@@ -40,24 +40,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from everstep.capture.batches import Batch, Chunks, Runs
+from everstep.capture.issuer import Enqueued, Issued, Issuer, Reached
 from everstep.capture.lane import CpuLane, CpuTransfer, Lane, Progress, Take, Transfer
 from everstep.capture.pinned import PinnedAhead, PinnedMemory
+from everstep.capture.stage import DeviceStage, StagedCopy, StagePlan
 from everstep.errors import OutOfSpaceError, StateError
 from everstep.seams.machine import use_thread_local_captures
-from everstep.seams.processes import IoThreads, Outcome, wait_done
+from everstep.seams.processes import wait_done
 from everstep.state.values.tensors import byte_view
 
+_log = logging.getLogger("everstep")
 _cuda: Any = torch.cuda
 _said = threading.local()
 
@@ -90,103 +93,9 @@ def refuse_graph_capture() -> None:
         )
 
 
-Reached = tuple[int, Any, torch.device]
-"""End of a group of batches, event after their copies, and their device."""
-
-
-class Enqueued(NamedTuple):
-    """Copies enqueued on devices.
-
-    Attributes:
-        reached: ends of groups of batches, with the events after them.
-        first: event before the first copy, by device.
-        begun: events after the copies that were begun before an error.
-        error: reason why not all copies were enqueued.
-    """
-
-    reached: Sequence[Reached] = ()
-    first: Mapping[torch.device, Any] = MappingProxyType({})
-    begun: Sequence[Any] = ()
-    error: BaseException | None = None
-
-    def events(self) -> Iterable[Any]:
-        """Return events after all enqueued copies."""
-        return [*(event for _, event, _ in self.reached), *self.begun]
-
-    def copied_s(self) -> float | None:
-        """Return the duration of the copies on the slowest device; all must be complete."""
-        last = {device: event for _, event, device in self.reached}
-        taken_ms = [self.first[device].elapsed_time(event) for device, event in last.items()]
-        return max(taken_ms) / 1e3 if taken_ms else None
-
-    def failed(self, error: BaseException, begun: Sequence[Any] = ()) -> Enqueued:
-        """Return the same with an error.
-
-        The frames of its traceback are dropped, because they may hold much of the memory that was
-        short.
-        """
-        found: BaseException | None = error
-        while found is not None:
-            found.__traceback__ = None
-            found = found.__cause__ or found.__context__
-        return self._replace(begun=begun, error=error)
-
-
-Issued = Future[Enqueued]
-"""Future of the enqueued copies; cancelled if the call was interrupted before it began."""
-
-
-class Issuer:
-    """Thread that enqueues copies, one capture after the other.
-
-    Args:
-        thread: a pool of one thread; closed with this object.
-    """
-
-    def __init__(self, thread: IoThreads) -> None:
-        self._thread = thread
-        self._lock = threading.Lock()
-        self._issued: list[Issued] = []  # may not be enqueued yet
-
-    def issue(self, enqueue: Callable[[], Enqueued]) -> Issued:
-        """Enqueue copies in the thread; ``enqueue`` returns its error and events in the result."""
-        # Not a plain Future: a Ctrl-C while the gate waits for it could leave its lock taken
-        # forever.
-        issued: Issued = Outcome()
-
-        def work() -> None:
-            if not issued.set_running_or_notify_cancel():
-                return
-            try:
-                found = enqueue()
-            except BaseException as error:  # a caller may wait for the result without a timeout
-                found = Enqueued().failed(error)
-            issued.set_result(found)
-
-        # Listed before it begins: releasing memory waits for it, even if this call is interrupted
-        # before it returns.
-        with self._lock:
-            self._issued = [*(one for one in self._issued if not one.done()), issued]
-        try:
-            self._thread.submit(work)
-        except BaseException:
-            # The job may be in the queue already; once cancelled it does nothing.
-            issued.cancel()
-            raise
-        return issued
-
-    def under_way(self) -> list[Issued]:
-        """Return the captures that may not be enqueued yet."""
-        with self._lock:
-            return [one for one in self._issued if not one.done()]
-
-    def close(self) -> None:
-        """End the thread, after all issued work."""
-        self._thread.close()
-
-
 _EVENT_BYTES = 64 << 20  # bytes between two events: a millisecond of a fast link
 _DUPLICATES_BYTES_MAX = 256 << 20  # on the devices, in one call of copy_now()
+_LEFT_SHARE = 10  # of a device's memory
 _AT_ONCE_BYTES = 256 << 10  # of host memory: faster to copy than to wake another thread
 
 _Behind = dict[torch.device, tuple[Any, Any]]
@@ -196,13 +105,15 @@ _Behind = dict[torch.device, tuple[Any, Any]]
 class _Split(NamedTuple):
     """Batches on CUDA devices, and batches in host memory.
 
-    Small batches in host memory are copied at once, large ones by the lane's thread.
+    Small batches in host memory are copied at once, large ones by the lane's thread. ``plans``
+    keeps the division of ``ours`` by the stage, once it was made.
     """
 
     ours: Sequence[Batch]
     devices: Sequence[torch.device]
     small: Sequence[Batch]
     large: Sequence[Batch]
+    plans: list[StagePlan]
 
 
 def moment_on(tensor: torch.Tensor) -> Any:
@@ -240,14 +151,19 @@ class CudaLane:
 
     Args:
         host: lane of host memory; closed with this lane.
+        stage_bytes: device memory for a stage (:mod:`.stage`); 0: none; "auto": what is free.
 
     Attributes:
         side_streams: streams of the copies that do not yield, by device.
         issuer: enqueues the copies.
     """
 
-    def __init__(self, host: CpuLane) -> None:
+    def __init__(self, host: CpuLane, stage_bytes: int | str = 0) -> None:
         self._host = host
+        self._stage: DeviceStage | None = None
+        if stage_bytes:
+            bytes_max = stage_bytes if isinstance(stage_bytes, int) else None
+            self._stage = DeviceStage(bytes_max, _device, _allocate, _free_bytes)
         self.side_streams: dict[torch.device, Any] = {}
         self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
@@ -314,10 +230,10 @@ class CudaLane:
         # The events are recorded after the duplicates were enqueued: side streams read those next.
         behind = self._behind_current(split.devices)
         # No stream has to wait for these: their sources are private. _begun() covers them.
-        self._enqueue(duplicates, block, pinned, behind, [], {})
-        reached: list[Reached] = []
-        self._enqueue(others, block, pinned, behind, reached, {})
-        self._hold_back(reached)
+        self._enqueue(duplicates, block, pinned, behind, Enqueued([], {}))
+        found = Enqueued([], {})
+        self._enqueue(others, block, pinned, behind, found)
+        self._hold_back(found.reached)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         return self._submit(batches, block, progress, yielding=False)
@@ -344,15 +260,17 @@ class CudaLane:
         # progress is reported only after them.
         marks = self._begun()
         issued: Issued | None = None
+        staged: Issued | None = None
         if split.ours:
             pinned = self._pinned_of(block, split.devices[0])
             behind = self._behind_current(split.devices, yielding=yielding)
-            issued = self._issue(split.ours, block, pinned, behind)
+            staged = None if yielding else self._issue_stage(split, behind)
+            issued = self._issue(split.ours, block, pinned, behind, staged)
         self._host.copy_now(split.small, block)
         large = split.large
         submit = self._host.submit_yielding if yielding else self._host.submit
         hosted = submit(large, block, lambda end: None) if large else None
-        transfer = CudaTransfer(issued, hosted, large)
+        transfer = CudaTransfer(issued, hosted, large, staged)
         end = batches[-1].end if batches else 0
         # Evaluated in this thread: it adds streams, while the function below runs in the lane's
         # thread.
@@ -432,6 +350,8 @@ class CudaLane:
         # Before the lane's thread, whose jobs wait for results of this one.
         self.issuer.close()
         self._host.close()
+        if self._stage is not None:
+            self._stage.close()
 
     def _pinned_of(self, block: torch.Tensor, device: torch.device) -> PinnedMemory:
         if self._pinned is not None and not self._pinned.holds(block):  # arena of a new keeper
@@ -452,28 +372,75 @@ class CudaLane:
             else:
                 (small if batch.size_bytes < _AT_ONCE_BYTES else large).append(batch)
         devices = list(dict.fromkeys(_device(batch.first) for batch in ours))
-        split = _Split(ours, devices, small, large)
+        split = _Split(ours, devices, small, large, [])
         if isinstance(batches, Runs):
             batches.split = split
         return split
 
+    def _issue_stage(self, split: _Split, behind: _Behind) -> Issued | None:
+        """Enqueue the copies into the stage, in the issuing thread; None: there is no stage."""
+        stage = self._stage
+        batches = split.ours
+        plans = split.plans
+        if stage is None:
+            return None
+
+        def enqueue(found: Enqueued) -> Enqueued:
+            # The stage's memory belongs to the side stream, and is reused in its order.
+            with contextlib.ExitStack() as stack:
+                for stream, _ in behind.values():
+                    stack.enter_context(_cuda.stream(stream))
+                plan = plans[0] if plans else stage.plan(batches)
+            plans[:] = [plan]
+            events: dict[torch.device, tuple[int, Any]] = {}
+            for copy in plan.copies:
+                stream, moment = behind[copy.device]
+                moment.wait(stream)
+                for batch in copy.batches:
+                    _use(batch, stream)
+                with _cuda.stream(stream):
+                    _stage(copy)
+                    events[copy.device] = copy.begin, _event(stream)
+            return found._replace(staged=events, carried=plan.carried)
+
+        return self._issue_work(behind, enqueue)
+
     def _issue(
-        self, batches: Sequence[Batch], block: torch.Tensor, pinned: PinnedMemory, behind: _Behind
+        self,
+        batches: Sequence[Batch],
+        block: torch.Tensor,
+        pinned: PinnedMemory,
+        behind: _Behind,
+        staged: Issued | None,
     ) -> Issued:
-        """Enqueue the copies in the issuing thread."""
+        """Enqueue the copies to the host, in the issuing thread."""
+
+        def enqueue(found: Enqueued) -> Enqueued:
+            pinned.pin(block)
+            if staged is None:
+                self._enqueue(batches, block, pinned, behind, found)
+                return found
+            before = _enqueued(staged)  # the thread has ended it
+            if before.error is not None:
+                raise before.error
+            found = found._replace(staged=before.staged)
+            self._enqueue(before.carried, block, pinned, behind, found)
+            return found
+
+        return self._issue_work(behind, enqueue)
+
+    def _issue_work(self, behind: _Behind, enqueue_in: Callable[[Enqueued], Enqueued]) -> Issued:
+        """Run ``enqueue_in`` in the issuing thread; its error becomes part of the result."""
 
         def enqueue() -> Enqueued:
-            reached: list[Reached] = []
-            first: dict[torch.device, Any] = {}
-            found = Enqueued(reached, first)
+            found = Enqueued([], {})
             ignore_graph_captures()
             try:
                 # A thread without a current device would switch to the first one on leaving a
                 # device context, and create a context there.
                 with _cuda.device(next(iter(behind))):
                     try:
-                        pinned.pin(block)
-                        self._enqueue(batches, block, pinned, behind, reached, first)
+                        return enqueue_in(found)
                     except Exception as error:
                         # Copies begun before the error still write to the block: run() waits for
                         # these events before memory is released.
@@ -483,7 +450,6 @@ class CudaLane:
                         return found.failed(error, begun)
             except Exception as error:  # the device itself has failed
                 return found.failed(error)
-            return found
 
         return self.issuer.issue(enqueue)
 
@@ -493,13 +459,22 @@ class CudaLane:
         block: torch.Tensor,
         pinned: PinnedMemory,
         behind: _Behind,
-        reached: list[Reached],
-        first: dict[torch.device, Any],
+        found: Enqueued,
     ) -> None:
+        """Enqueue copies to the host, and add their events to ``found``."""
+        reached: Any = found.reached
+        first: Any = found.first
+        staged = found.staged
+
+        def kind(batch: Batch) -> tuple[torch.device, bool]:
+            # An event after staged batches says nothing about those before them.
+            device = _device(batch.first)
+            return device, device in staged and batch.begin >= staged[device][0]
+
         # Before the first copy: the update that made the state must have ended.
         for stream, moment in behind.values():
             moment.wait(stream)
-        for device, group in itertools.groupby(batches, key=lambda batch: _device(batch.first)):
+        for (device, _), group in itertools.groupby(batches, key=kind):
             stream, _ = behind[device]
             # Recorded after the wait above, so that the end of the update does not count as
             # copying.
@@ -550,42 +525,57 @@ class CudaTransfer(CpuTransfer):
     Args:
         issued: copies on side streams, in the order of their ends; None if there are none.
         hosted: copies in the thread, of the batches ``large``, if there are any.
+        staged: copies into the stage, enqueued before ``issued``; None: there is no stage.
     """
 
     def __init__(
-        self, issued: Issued | None, hosted: Transfer | None, large: Sequence[Batch]
+        self,
+        issued: Issued | None,
+        hosted: Transfer | None,
+        large: Sequence[Batch],
+        staged: Issued | None = None,
     ) -> None:
         super().__init__()
         self._issued = issued
+        self._staged = staged
         self._hosted = hosted
         self._large = large
 
     def gate(self, end: int, timeout_s: float) -> bool:
         """Make the current stream of each device wait.
 
-        The CPU waits only until the copies are enqueued, and for copies of host memory.
+        The CPU waits only until the copies are enqueued, and for copies of host memory. Staged
+        batches need not have reached the host.
         """
         if end <= 0:
             return True
         # The events to wait for exist only after the copies were enqueued.
-        if self._issued is not None and not _done(self._issued, timeout_s):
+        if self._staged is not None and not _done(self._staged, timeout_s):
             return False
-        last: dict[torch.device, Any] = {}
-        for upto, event, device in self._reached():
-            # The ends ascend, because copies are enqueued in file order, and on one stream a later
-            # event covers all earlier ones.
-            last[device] = event
-            if upto >= end:
-                break
-        for device, event in last.items():
+        staged = Enqueued() if self._staged is None else _enqueued(self._staged)
+        issued = None if _all_staged(staged) else self._issued
+        if issued is not None and not _done(issued, timeout_s):
+            return False
+        for device, event in _last_events(end, staged, issued).items():
             event.wait(_cuda.current_stream(device))
         if self._hosted is None:
             return True
         ends = [batch.end for batch in self._large if batch.begin < end]
         return not ends or self._hosted.gate(ends[-1], timeout_s)
 
-    def _reached(self) -> Sequence[Reached]:
-        return () if self._issued is None else _enqueued(self._issued).reached
+
+def _last_events(end: int, staged: Enqueued, issued: Issued | None) -> Mapping[torch.device, Any]:
+    """Return the events after which no copy reads bytes ``[0, end)`` of the state, by device."""
+    last = {device: event for device, (begin, event) in staged.staged.items() if begin < end}
+    for upto, event, device in () if issued is None else _enqueued(issued).reached:
+        if device in staged.staged and upto > staged.staged[device][0]:
+            continue  # read from the stage
+        # The ends ascend, because copies are enqueued in file order, and on one stream a later
+        # event covers all earlier ones, that after the copies into the stage included.
+        last[device] = event
+        if upto >= end:
+            break
+    return last
 
 
 def _runs(
@@ -633,6 +623,14 @@ def _use(batch: Batch, stream: Any) -> None:
         _used_on(tensor, stream)
 
 
+def _all_staged(staged: Enqueued) -> bool:
+    """Return True if a capture has a stage, and every batch is in it."""
+    begins = {device: begin for device, (begin, _) in staged.staged.items()}
+    return bool(begins) and all(
+        batch.begin >= begins.get(_device(batch.first), batch.end) for batch in staged.carried
+    )
+
+
 def _enqueued(issued: Issued) -> Enqueued:
     """Return the result; an empty one if the work was cancelled."""
     return Enqueued() if issued.cancelled() else issued.result()
@@ -678,6 +676,33 @@ def packed(batch: Batch) -> torch.Tensor:
         ) from error
 
 
+def _stage(copy: StagedCopy) -> None:
+    """Copy within a device, in the order of the current stream."""
+    for sources, targets in copy.groups:
+        torch._foreach_copy_(list(targets), list(sources))
+    for batch, target in copy.rearranged:
+        target.copy_(packed(batch))
+
+
+def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor | None:
+    """Return memory of a device, for the current stream; None if it has none left."""
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        _log.warning(
+            "everstep: %s has no %d bytes free for Budget.device_bytes: updates wait for the link",
+            device,
+            size_bytes,
+        )
+        return None
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the free memory of a device, less the tenth of it that is left to training."""
+    free, total = _cuda.mem_get_info(device)
+    return max(0, int(free) - int(total) // _LEFT_SHARE)
+
+
 def _send(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     """Copy to pinned host memory, in the order of the current stream.
 
@@ -701,13 +726,15 @@ class DeviceLane:
 
     Args:
         host: lane of host memory; closed with this lane.
+        stage_bytes: see :class:`CudaLane`.
 
     Attributes:
         current: lane in use.
     """
 
-    def __init__(self, host: CpuLane) -> None:
+    def __init__(self, host: CpuLane, stage_bytes: int | str = 0) -> None:
         self._host = host
+        self._stage_bytes = stage_bytes
         self.current: Lane = host
         self._in_host_memory: list[Sequence[Batch]] = []  # seen last
 
@@ -755,5 +782,5 @@ class DeviceLane:
     def _for(self, tensors: Iterable[torch.Tensor]) -> Lane:
         if self.current is self._host and any(map(on_cuda, tensors)):
             # It uses the same thread for host memory, so copies queued before stay in order.
-            self.current = CudaLane(self._host)
+            self.current = CudaLane(self._host, self._stage_bytes)
         return self.current

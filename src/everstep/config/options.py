@@ -170,6 +170,8 @@ _BATCH_STEPS_MAX = 100_000
 class Budget:
     """Upper bounds on memory and disk (I10). None: the default, which is printed at start.
 
+    ``device_bytes`` is memory that is taken, not a bound on what is needed: see there.
+
     Attributes:
         host_bytes: host memory for captured state, plain data included. Default: half of the
             available memory, at most the size of two bases (at least 64 MiB). A given budget is
@@ -183,13 +185,24 @@ class Budget:
             A log that would exceed it stays in memory, and ``every="auto"`` takes bases less often.
             Bases at a fixed interval, and bases without which a log in memory would lose steps, are
             taken anyway, with a warning. Each training process counts from zero.
+        device_bytes: memory on each CUDA device of this process that takes a copy of captured
+            state, so that updates wait for a copy within the device and not for the link. If the
+            state is larger, updates wait for the rest. ``"auto"``: as much as a base needs, if a
+            tenth of the device's memory stays free when the first base is taken. 0: none.
     """
 
     host_bytes: int | None = None
     disk_bytes: int | None = None
     write_bytes_per_day: int | None = None
+    device_bytes: int | str = 0
 
     def __post_init__(self) -> None:
+        stage: object = self.device_bytes
+        if stage != "auto" and (not is_int(stage) or not isinstance(stage, int) or stage < 0):
+            raise OptionError(
+                f'Budget.device_bytes must be a number of bytes, or "auto", not {stage!r}',
+                hint=bytes_hint(stage),
+            )
         for name in ("host_bytes", "disk_bytes", "write_bytes_per_day"):
             value = getattr(self, name)
             if value is not None and (not is_int(value) or value <= 0):

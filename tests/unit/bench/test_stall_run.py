@@ -26,6 +26,7 @@ from everstep.errors import (
     DeadlineError,
     EverstepError,
     KeeperTimeoutError,
+    OptionError,
     OutOfSpaceError,
     UnavailableError,
 )
@@ -422,6 +423,16 @@ def test_a_link_is_in_every_arm_of_ours_and_in_its_words(loop: Loop, tmp_path: P
         lane.close()
         assert "EMULATED link of 2 GB/s" in arm.detail
     assert "held on the device for up to 8 steps" in arm.detail
+
+
+def test_arms_with_a_stage_need_a_device(loop: Loop, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="lazy-half needs a device"):
+        StallOptions(arms=("lazy", "lazy-half")).check()
+    options = StallOptions(device="cuda", arms=("lazy-staged",))
+    options.check()
+    arm = Ours("lazy-half", loop, tmp_path, Placement(free_core=True), options)
+    assert arm.method == "lazy"
+    assert "a stage of 0.5 times the state" in arm.detail
 
 
 def test_torch_save_is_durable_when_its_call_returns(

@@ -31,6 +31,7 @@ from everstep.arena import Arena
 from everstep.capture import batches as batches_module
 from everstep.capture import cuda as cuda_module
 from everstep.capture import pinned as pinned_module
+from everstep.capture import stage as stage_module
 from everstep.capture.batches import Batch, Chunks, plan_batches
 from everstep.capture.cuda import (
     CudaLane,
@@ -69,6 +70,7 @@ from tests.support.inside import planted
 from tests.support.world import TIMEOUT_S, opened
 
 played = cuda_world.played  # the fixture
+allocate = cuda_module._allocate  # before a fixture replaces it
 
 PAGE = 4096
 
@@ -113,7 +115,9 @@ class Loop:
         monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", rng.choice([0, 400, 1 << 20]))
         slices_of(rng.choice([PAGE, 3 * PAGE]), monkeypatch)
         self.host = FakeHost(self.cuda)
-        self.lane = CudaLane(self.host)
+        monkeypatch.setattr(stage_module, "_CARRY_BYTES", rng.choice([0, 1000, 1 << 20]))
+        self.lane = CudaLane(self.host, rng.choice([0, 700, 3000, "auto"]))
+        self.cuda.free_bytes = rng.choice([500, 1 << 20, 1 << 20])
         self.devices = [cuda_device(n) for n in range(rng.choice([1, 1, 2]))]
         self.slots = [self._slot(number) for number in range(rng.randint(2, 9))]
         self.values: dict[str, Any] = {}
@@ -356,7 +360,45 @@ def no_device_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaLane, "_here", lambda lane: contextlib.nullcontext())
 
 
+def stage_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plant(issue: Any) -> Any:
+        def unheld(lane: CudaLane, split: Any, behind: Any) -> Any:
+            issued = issue(lane, split, behind)
+            if issued is None:
+                return None
+            (stream, _), *_ = behind.values()
+            found: Future[Any] = Future()
+
+            def pass_on(done: Future[Any]) -> None:
+                staged = done.result().staged.items()
+                passed = FakeEvent(stream.cuda, blocking=True)  # never recorded
+                early = {device: (begin, passed) for device, (begin, _) in staged}
+                found.set_result(done.result()._replace(staged=early))
+
+            issued.add_done_callback(pass_on)
+            return found
+
+        return unheld
+
+    planted.replace(monkeypatch, CudaLane, "_issue_stage", plant)
+
+
+def stage_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refilled while it is still copied to the host."""
+
+    def plant(issue: Any) -> Any:
+        def apart(lane: CudaLane, split: Any, behind: Any) -> Any:
+            streams = {d: (stream.cuda.Stream(d), at) for d, (stream, at) in behind.items()}
+            return issue(lane, split, streams)
+
+        return apart
+
+    planted.replace(monkeypatch, CudaLane, "_issue_stage", plant)
+
+
 MUTATIONS = {
+    stage_not_waited_for: "torn|told of what is not there",
+    stage_on_a_stream_of_its_own: "torn|told of what is not there",
     no_gate: "torn|told of what is not there",
     gate_too_early: "torn|told of what is not there",
     no_wait_for_the_producer: "torn|told of what is not there",
@@ -419,6 +461,60 @@ def losing_host(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
 
     monkeypatch.setattr(host, "copy_batch", fails)
     return host
+
+
+def test_an_update_waits_for_the_stage_only(cuda: FakeCuda) -> None:
+    """The host has nothing yet when the update may change the parameters."""
+    lane, block = CudaLane(FakeHost(cuda), 1 << 20), block_of()
+    weights = [on_device(cuda, 1), on_device(cuda, 2)]
+    transfer = lane.submit(batches_of(*weights), block, lambda end: None)
+    assert transfer.gate(200, TIMEOUT_S)
+    stream = cuda.current_stream(GPU)
+    for weight in weights:
+        cuda.later(weight, torch.full((100,), 9, dtype=torch.uint8))
+    cuda.run_until(lambda: not stream.queue)
+    assert [int(weight[0]) for weight in weights] == [9, 9]
+    assert int(block[:200].max()) == 0
+    cuda.run_until(lambda: transfer.complete)
+    assert [int(block[at]) for at in (0, 99, 100, 199)] == [1, 1, 2, 2]
+    lane.close()
+
+
+def test_of_a_small_stage_the_last_tensors_have_the_use(cuda: FakeCuda) -> None:
+    lane, block = CudaLane(FakeHost(cuda), 150), block_of()
+    first, last = on_device(cuda, 1), on_device(cuda, 2)
+    transfer = lane.submit(batches_of(first, last), block, lambda end: None)
+    assert transfer.gate(200, TIMEOUT_S)
+    stream = cuda.current_stream(GPU)
+    cuda.later(last, torch.full((100,), 9, dtype=torch.uint8))
+    cuda.run_until(lambda: not stream.queue)
+    assert int(block[99]) == 1, "the update went on before the first was copied"
+    cuda.run_until(lambda: transfer.complete)
+    assert int(block[199]) == 2
+    lane.close()
+
+
+def test_a_stage_of_its_own_size_leaves_a_tenth_free(cuda: FakeCuda) -> None:
+    cuda.free_bytes = 200
+    lane, block = CudaLane(FakeHost(cuda), "auto"), block_of()
+    transfer = lane.submit(batches_of(*map(partial(on_device, cuda), (1, 2))), block, lambda _: 0)
+    assert transfer.gate(200, TIMEOUT_S)
+    assert cuda.free_bytes == 20
+    cuda.run_until(lambda: transfer.complete)
+    assert [int(block[at]) for at in (99, 100)] == [1, 2]
+    lane.close()
+
+
+def test_a_device_without_memory_for_a_stage_says_so(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", no_memory)
+    assert allocate(100, GPU) is None
+    assert "no 100 bytes free for Budget.device_bytes" in caplog.text
+    monkeypatch.undo()
 
 
 def test_the_gate_does_not_hold_the_cpu(cuda: FakeCuda) -> None:
@@ -1179,16 +1275,22 @@ def test_a_captured_step_is_refused_whether_or_not_a_save_is_under_way(
 # --- The whole engine -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("stage_bytes", [0, 30_000, "auto"])
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 def test_a_base_is_the_state_at_its_mark(
-    gate: bool, played: threading.Event, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    gate: bool,
+    stage_bytes: int | str,
+    played: threading.Event,
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Through Checkpointer, Saver and keeper; and without the gate it is not."""
     if not gate:
         monkeypatch.setattr(CudaTransfer, "gate", lambda *_: True)
         monkeypatch.setattr(SpotCheck, "differing", lambda *_: None)
     world, snapshots = World(), {}
-    with opened(run_folder, world.state, method="lazy", keep=100) as ckpt:
+    budget = everstep.Budget(device_bytes=stage_bytes)
+    with opened(run_folder, world.state, method="lazy", keep=100, budget=budget) as ckpt:
         for step in range(1, 5):
             ckpt.step()
             snapshots[step] = world.snapshot()
@@ -1202,9 +1304,14 @@ def test_a_base_is_the_state_at_its_mark(
     assert (found == snapshots) == gate
 
 
+@pytest.mark.parametrize("stage_bytes", [0, 30_000, "auto"])
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 def test_a_log_has_what_updates_consumed(
-    gate: bool, played: threading.Event, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    gate: bool,
+    stage_bytes: int | str,
+    played: threading.Event,
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gradients are zeroed in place as soon as their update is over, on the stream that was made to
     wait for their copies; and if it was not, what is replayed is something else."""
@@ -1213,7 +1320,8 @@ def test_a_log_has_what_updates_consumed(
     played.set()
     world, snapshots = World(), {}
     log = everstep.LogOptions(to="disk", batch_steps=1, history="all")
-    options = {"method": "logged", "log": log, "keep": 100}
+    budget = everstep.Budget(device_bytes=stage_bytes)
+    options = {"method": "logged", "log": log, "keep": 100, "budget": budget}
     with opened(run_folder, world.state, every=100, **options) as ckpt:
         for step in range(1, 7):
             ckpt.step()

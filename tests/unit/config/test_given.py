@@ -36,6 +36,7 @@ FITS: dict[str, tuple[Any, ...]] = {
     "Budget.host_bytes": (None, 5),
     "Budget.disk_bytes": (None, 5),
     "Budget.write_bytes_per_day": (None, 5),
+    "Budget.device_bytes": (5, 0),
     "Every.steps": (None, 5),
     "Every.seconds": (None, 5, 0.5),
     "Every.auto": (True, False),

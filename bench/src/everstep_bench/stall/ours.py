@@ -31,6 +31,8 @@ _DETAILS = {
     "gockpt_o": "the same; copies of gradients overlap the update and the next forward",
 }
 _HELD_STEPS = 8  # the most that there may be
+_STAGES = {"staged": 1.0, "half": 0.5}
+_ALIGNED_BYTES = 1 << 20  # for the gaps between staged tensors
 _GRADIENT_COPIES = 12  # of all gradients: in 24 parts, the most that there are
 
 
@@ -48,7 +50,7 @@ class Ours(Arm):
     def __init__(
         self, name: str, loop: Loop, folder: Path, placement: Placement, options: StallOptions
     ) -> None:
-        method, _, held = name.partition("-")
+        method, _, variant = name.partition("-")
         detail = _DETAILS[method]
         self._copies: Copies | None = Copies()
         lane: Callable[[], Lane] | None = None
@@ -62,7 +64,11 @@ class Ours(Arm):
         else:
             self._copies = None  # the engine's own lane does not tell
         self.method: str | Method = method
-        if held:
+        self._stage_bytes = 0
+        if variant in _STAGES:
+            self._stage_bytes = int(_STAGES[variant] * loop.size_bytes) + _ALIGNED_BYTES
+            detail += f"; a stage of {_STAGES[variant]:g} times the state on the device"
+        elif variant == "held":
             detail += f"; gradients held on the device for up to {_HELD_STEPS} steps"
             self.method = Method(base="multistep", overlap_forward=True, held_steps=_HELD_STEPS)
         super().__init__(name, f'method="{method}", keep=1: {detail}')
@@ -85,7 +91,7 @@ class Ours(Arm):
                 method=self.method,
                 every=None,
                 keep=1,
-                budget=Budget(host_bytes=host_bytes),
+                budget=Budget(host_bytes=host_bytes, device_bytes=self._stage_bytes),
                 keeper=self._keeper,
                 seams=self.seams,
             )

@@ -122,7 +122,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         options.on_failure, seams.clock, progress_timeout_s=options.progress_timeout_s
     )
     ring = ChunkRing(CHUNKS, WRITERS)
-    lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
+    lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane(), options.budget.device_bytes)
     # Filled below. The keepers and the saver hold this very list.
     participants: list[Participant] = []
     terms = KeeperTerms(

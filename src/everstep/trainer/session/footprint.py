@@ -291,8 +291,17 @@ def _first_notice(footprint: Footprint, options: Options, name: str, world: int)
         f"{name}: {options.method_name}, {when}, keep {options.keep.in_words}; "
         f"state {state}; host memory {_host_words(footprint, options, world)}; "
         f"disk up to {disk}, written {_written_words(footprint, options)} "
-        f"({budget_in_words(options)})"
+        f"({budget_in_words(options)}){_stage_words(options)}"
     )
+
+
+def _stage_words(options: Options) -> str:
+    """Return the GPU memory for captures; "" if there is none."""
+    stage = options.budget.device_bytes
+    if not stage:
+        return ""
+    size = "what is free" if isinstance(stage, str) else f"up to {decimal(stage)}"
+    return f"; {size} of each GPU for captures"
 
 
 def _log_words(footprint: Footprint, options: Options) -> str:
