@@ -7,6 +7,7 @@ Used in the training process and by ``everstep plan``. Read in this order:
 ``estimator``  the interval of bases during training, from measured costs; steps per log segment,
                from the speed of the disk
 ``multistep``  cost of a base that is captured in several parts; number and sizes of these parts
+``models``     closed-form models of the papers, of Young and of Daly
 ``schedule``   capture plans: when each tensor leaves the device during a step
 """
 

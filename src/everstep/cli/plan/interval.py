@@ -19,7 +19,17 @@ from everstep.cli.common.output import (
 )
 from everstep.cli.plan.multistep import multistep
 from everstep.cli.plan.schedule import schedule
-from everstep.plan.interval import Choice, Costs, Optimum, Point, Waste, curve, optimum
+from everstep.plan.interval import (
+    Choice,
+    Costs,
+    Optimum,
+    Point,
+    Waste,
+    curve,
+    optimum,
+    write_costs,
+)
+from everstep.plan.models import daly_interval_s
 
 app = typer.Typer(
     cls=EverstepGroup,
@@ -115,6 +125,7 @@ def _document(costs: Costs, found: Optimum, rows: list[Choice]) -> dict[str, Any
         "continuous": _of(found.continuous),
         "closed_form": _of(found.closed_form),
         "without_log": _of(found.without_log),
+        "without_log_daly_s": daly_interval_s(write_costs(costs)[0], costs.mtbf_s),
         "curve": [_of(row) for row in rows],
     }
 
@@ -149,6 +160,11 @@ def _show(out: Console, costs: Costs, found: Optimum, rows: list[Choice]) -> Non
         out.print(f"of {costs.accelerators} accelerators that is the work of {lost:.3g}")
     continuous = found.continuous
     formula = found.closed_form
+    daly_s = daly_interval_s(write_costs(costs)[0], costs.mtbf_s)
+    out.print(
+        f"without a log: {seconds_in_words(plain_bases.interval_s)} (Young), "
+        f"{seconds_in_words(daly_s)} (Daly, with failures during writes and restarts)"
+    )
     out.print(
         f"as real numbers: {seconds_in_words(continuous.interval_s)} and "
         f"{seconds_in_words(continuous.batch_s)}, {_percent(continuous.waste.total)}"
