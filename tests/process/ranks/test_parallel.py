@@ -46,9 +46,10 @@ def drill(run: Run, layout: str, seed: int, **options: Any) -> Said:
     known = max(run.committed())
 
     said = run.to_the_end(layout, options)
-    # A log in memory, which the second job may have gone on from, is gone with the keepers.
-    logs = options["method"] in ("logged", "lowdiff_plus")
-    assert compare(said, wanted) >= known >= (EVERY if logs else first)
+    # A log, or captures between bases, in memory, from which the second job may have gone on, are
+    # gone with the keepers.
+    in_memory = options["method"] in ("logged", "lowdiff_plus", "checkflow")
+    assert compare(said, wanted) >= known >= (EVERY if in_memory else first)
     assert all(STEPS in steps for steps in steps_of(said))
     assert STEPS in run.committed()
     return said
