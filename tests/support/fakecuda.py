@@ -127,6 +127,8 @@ class _Tracked(np.ndarray):
 
 
 class _Allocation:
+    tracked: Any  # weak reference to what keeps the memory
+
     def __init__(self, base: Any, device: torch.device, stream: FakeStream) -> None:
         self.base = base  # stays, whatever becomes of the tensors
         self.device = device
@@ -344,6 +346,7 @@ class FakeCuda:
         tracked = base.view(_Tracked)
         allocation = _Allocation(base, device, self.current_stream(device))
         weakref.finalize(tracked, self._freed, allocation).atexit = False
+        allocation.tracked = weakref.ref(tracked)
         tensor = torch.frombuffer(tracked, dtype=torch.uint8)
         index = bisect.bisect(self._addresses, tensor.data_ptr())
         self._addresses.insert(index, tensor.data_ptr())

@@ -106,7 +106,8 @@ class _Split(NamedTuple):
     """Batches on CUDA devices, and batches in host memory.
 
     Small batches in host memory are copied at once, large ones by the lane's thread. ``plans``
-    keeps the division of ``ours`` by the stage, once it was made.
+    keeps the division of ``ours`` by the stage, once it was made, if these batches come again
+    (``is_kept``).
     """
 
     ours: Sequence[Batch]
@@ -114,6 +115,7 @@ class _Split(NamedTuple):
     small: Sequence[Batch]
     large: Sequence[Batch]
     plans: list[StagePlan]
+    is_kept: bool
 
 
 def moment_on(tensor: torch.Tensor) -> Any:
@@ -164,6 +166,7 @@ class CudaLane:
         if stage_bytes:
             bytes_max = stage_bytes if isinstance(stage_bytes, int) else None
             self._stage = DeviceStage(bytes_max, _device, _allocate, _free_bytes)
+        self._kept_plans: list[list[StagePlan]] = []
         self.side_streams: dict[torch.device, Any] = {}
         self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
@@ -264,8 +267,9 @@ class CudaLane:
         if split.ours:
             pinned = self._pinned_of(block, split.devices[0])
             behind = self._behind_current(split.devices, yielding=yielding)
-            staged = None if yielding else self._issue_stage(split, behind)
-            issued = self._issue(split.ours, block, pinned, behind, staged)
+            planned: list[StagePlan] = []
+            staged = None if yielding else self._issue_stage(split, behind, planned)
+            issued = self._issue(split.ours, block, pinned, behind, staged, planned)
         self._host.copy_now(split.small, block)
         large = split.large
         submit = self._host.submit_yielding if yielding else self._host.submit
@@ -350,6 +354,8 @@ class CudaLane:
         # Before the lane's thread, whose jobs wait for results of this one.
         self.issuer.close()
         self._host.close()
+        for plans in self._kept_plans:
+            plans.clear()
         if self._stage is not None:
             self._stage.close()
 
@@ -372,26 +378,36 @@ class CudaLane:
             else:
                 (small if batch.size_bytes < _AT_ONCE_BYTES else large).append(batch)
         devices = list(dict.fromkeys(_device(batch.first) for batch in ours))
-        split = _Split(ours, devices, small, large, [])
+        split = _Split(ours, devices, small, large, [], isinstance(batches, Runs))
         if isinstance(batches, Runs):
             batches.split = split
         return split
 
-    def _issue_stage(self, split: _Split, behind: _Behind) -> Issued | None:
-        """Enqueue the copies into the stage, in the issuing thread; None: there is no stage."""
+    def _issue_stage(
+        self, split: _Split, behind: _Behind, planned: list[StagePlan]
+    ) -> Issued | None:
+        """Enqueue the copies into the stage, in the issuing thread; None: there is no stage.
+
+        Args:
+            planned: gets the division of the batches.
+        """
         stage = self._stage
         batches = split.ours
-        plans = split.plans
+        # Of batches that come again: others would keep their tensors alive.
+        kept = split.plans if split.is_kept else []
         if stage is None:
             return None
 
         def enqueue(found: Enqueued) -> Enqueued:
-            # The stage's memory belongs to the side stream, and is reused in its order.
-            with contextlib.ExitStack() as stack:
-                for stream, _ in behind.values():
-                    stack.enter_context(_cuda.stream(stream))
-                plan = plans[0] if plans else stage.plan(batches)
-            plans[:] = [plan]
+            if not kept or kept[0].generation != stage.generation:
+                kept.clear()  # it may hold the memory of the stage before
+                # The stage's memory belongs to the side stream, and is reused in its order.
+                with contextlib.ExitStack() as stack:
+                    for stream, _ in behind.values():
+                        stack.enter_context(_cuda.stream(stream))
+                    kept.append(stage.plan(batches))
+                self._kept_plans = [one for one in self._kept_plans if one is not kept] + [kept]
+            plan = kept[0]
             events: dict[torch.device, tuple[int, Any]] = {}
             for copy in plan.copies:
                 stream, moment = behind[copy.device]
@@ -401,7 +417,8 @@ class CudaLane:
                 with _cuda.stream(stream):
                     _stage(copy)
                     events[copy.device] = copy.begin, _event(stream)
-            return found._replace(staged=events, carried=plan.carried)
+            planned.append(plan)
+            return found._replace(staged=events, is_whole=plan.is_whole)
 
         return self._issue_work(behind, enqueue)
 
@@ -412,19 +429,18 @@ class CudaLane:
         pinned: PinnedMemory,
         behind: _Behind,
         staged: Issued | None,
+        planned: list[StagePlan],
     ) -> Issued:
-        """Enqueue the copies to the host, in the issuing thread."""
+        """Enqueue the copies to the host, in the issuing thread, after those into the stage."""
 
         def enqueue(found: Enqueued) -> Enqueued:
             pinned.pin(block)
-            if staged is None:
-                self._enqueue(batches, block, pinned, behind, found)
-                return found
-            before = _enqueued(staged)  # the thread has ended it
+            before = Enqueued() if staged is None else _enqueued(staged)
             if before.error is not None:
-                raise before.error
+                _log.warning("everstep: a capture is not staged: %s", before.error)
             found = found._replace(staged=before.staged)
-            self._enqueue(before.carried, block, pinned, behind, found)
+            carried = planned.pop().carried if planned else batches
+            self._enqueue(carried, block, pinned, behind, found)
             return found
 
         return self._issue_work(behind, enqueue)
@@ -553,7 +569,7 @@ class CudaTransfer(CpuTransfer):
         if self._staged is not None and not _done(self._staged, timeout_s):
             return False
         staged = Enqueued() if self._staged is None else _enqueued(self._staged)
-        issued = None if _all_staged(staged) else self._issued
+        issued = None if staged.is_whole else self._issued
         if issued is not None and not _done(issued, timeout_s):
             return False
         for device, event in _last_events(end, staged, issued).items():
@@ -621,14 +637,6 @@ def _first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 def _use(batch: Batch, stream: Any) -> None:
     for tensor in batch.sources or (batch.first,):
         _used_on(tensor, stream)
-
-
-def _all_staged(staged: Enqueued) -> bool:
-    """Return True if a capture has a stage, and every batch is in it."""
-    begins = {device: begin for device, (begin, _) in staged.staged.items()}
-    return bool(begins) and all(
-        batch.begin >= begins.get(_device(batch.first), batch.end) for batch in staged.carried
-    )
 
 
 def _enqueued(issued: Issued) -> Enqueued:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.batches import Batch
 from everstep.seams.processes import IoThreads, Outcome
 
 Reached = tuple[int, Any, torch.device]
@@ -27,7 +26,7 @@ class Enqueued(NamedTuple):
         error: reason why not all copies were enqueued.
         staged: by device, the begin of the batches that were copied into its stage, and the event
             after these copies.
-        carried: the batches, staged ones read from the stage.
+        is_whole: every batch of the capture is in a stage.
     """
 
     reached: Sequence[Reached] = ()
@@ -35,7 +34,7 @@ class Enqueued(NamedTuple):
     begun: Sequence[Any] = ()
     error: BaseException | None = None
     staged: Mapping[torch.device, tuple[int, Any]] = MappingProxyType({})
-    carried: Sequence[Batch] = ()
+    is_whole: bool = False
 
     def events(self) -> Iterable[Any]:
         """Return events after all enqueued copies."""

@@ -51,10 +51,14 @@ class StagePlan:
         copies: copies into stages, one for each device with a stage.
         carried: all batches to copy to the host, in file order; staged ones are read from the
             stage, adjacent ones together.
+        is_whole: every batch is staged.
+        generation: of the stage's memory.
     """
 
     copies: Sequence[StagedCopy]
     carried: Sequence[Batch]
+    is_whole: bool
+    generation: int
 
 
 class DeviceStage:
@@ -65,6 +69,9 @@ class DeviceStage:
         device_of: returns the device of a tensor.
         allocate: returns flat ``uint8`` memory on a device; None if it has none left.
         free: returns the bytes of a device that a stage may take.
+
+    Attributes:
+        generation: another number after memory was taken, or was refused; plans of others are void.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class DeviceStage:
         self._allocate = allocate
         self._free = free
         self._memory: dict[torch.device, torch.Tensor] = {}
+        self.generation = 0
 
     def plan(self, batches: Sequence[Batch]) -> StagePlan:
         """Divide a capture. Takes memory when it is first needed, and more when more is needed."""
@@ -99,7 +107,8 @@ class DeviceStage:
             staged[device].append(batch)
         targets: dict[int, torch.Tensor] = {}  # by the begin of the batch in the file
         copies = [self._into(one, found[::-1], targets) for one, found in staged.items() if found]
-        return StagePlan(copies, list(_carried(batches, targets)))
+        carried = list(_carried(batches, targets))
+        return StagePlan(copies, carried, len(targets) == len(batches), self.generation)
 
     def close(self) -> None:
         """Give the memory back, in the order of the stream that it was allocated on."""
@@ -107,16 +116,22 @@ class DeviceStage:
 
     def _room(self, device: torch.device, needed_bytes: int) -> int:
         """Return the size of a device's stage, which is made larger if that helps."""
-        bytes_max = self._free(device) if self._bytes_max is None else self._bytes_max
+        size_bytes = self._memory[device].numel() if device in self._memory else 0
+        if size_bytes >= needed_bytes or size_bytes == self._bytes_max:
+            return size_bytes
+        bytes_max = self._bytes_max
+        if bytes_max is None:
+            bytes_max = size_bytes + self._free(device)
         wanted = min(needed_bytes, bytes_max)
-        memory = self._memory.get(device)
-        if memory is None or memory.numel() < wanted:
+        if wanted > size_bytes:
+            self.generation += 1
+            # First: the device may not have the memory for both.
             self._memory.pop(device, None)
-            memory = self._allocate(wanted, device)
-            if memory is None:
-                return 0
-            self._memory[device] = memory
-        return memory.numel()
+            for size in filter(None, (wanted, size_bytes)):
+                if (memory := self._allocate(size, device)) is not None:
+                    self._memory[device] = memory
+                    break
+        return self._memory[device].numel() if device in self._memory else 0
 
     def _into(
         self, device: torch.device, batches: Sequence[Batch], targets: dict[int, torch.Tensor]
@@ -168,7 +183,10 @@ def _carried(batches: Sequence[Batch], targets: Mapping[int, torch.Tensor]) -> I
 
 def _widened(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both as wider elements, if their addresses and sizes allow it."""
-    if (source.data_ptr() | target.data_ptr() | source.numel()) % _WIDE.itemsize:
+    addresses = source.data_ptr() | target.data_ptr()
+    # Imported memory may begin anywhere.
+    offsets = int(source.storage_offset()) | int(target.storage_offset())
+    if (addresses | offsets | source.numel()) % _WIDE.itemsize:
         return source, target
     return source.view(_WIDE), target.view(_WIDE)
 

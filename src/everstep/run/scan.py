@@ -9,8 +9,7 @@ Order in which a resume tries the bases, and reasons to skip some of them. No I/
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, TypeVar
@@ -357,7 +356,7 @@ class _Scan:
     def _bases(self, number: int, directory: PurePath) -> list[BaseFound]:
         """Return the bases of a timeline, damaged ones included."""
         found = []
-        for entry in self._filesystem.scan(directory):
+        for entry in _scan_listed(self._filesystem, directory):
             step = parse_base(entry.name)
             if step is None:
                 continue
@@ -535,14 +534,25 @@ def _refuse_moved(folder: PurePath, entry: DirEntry, original: str) -> None:
 
 def _holds_segments(filesystem: FileSystem, log: PurePath) -> bool:
     """Return True if the log has a finished segment; the newest are checked first."""
-    named = (entry for entry in filesystem.scan(log) if parse_segment(entry.name) is not None)
+    listed = _scan_listed(filesystem, log)
+    named = (entry for entry in listed if parse_segment(entry.name) is not None)
     for one in sorted(named, key=lambda entry: entry.name, reverse=True):
-        # Retention of a running process may delete a segment between the two listings.
-        with contextlib.suppress(FileNotFoundError):
-            files = filesystem.scan(log / one.name) if one.kind == "dir" else []
-            if any(parse_marker(file.name) is not None for file in files):
-                return True
+        files = _scan_listed(filesystem, log / one.name) if one.kind == "dir" else []
+        if any(parse_marker(file.name) is not None for file in files):
+            return True
     return False
+
+
+def _scan_listed(filesystem: FileSystem, directory: PurePath) -> Sequence[DirEntry]:
+    """Return the entries of a directory that its parent has listed; none if it is gone since.
+
+    Retention of a running process may delete it between the two listings. In a tier it goes with
+    its last object.
+    """
+    try:
+        return filesystem.scan(directory)
+    except FileNotFoundError:
+        return ()
 
 
 def _markers(

@@ -245,6 +245,12 @@ class State:
     ) -> SectionProvider:
         """Create the provider of one value of the state dict."""
         value = values[key]
+        if isinstance(value, Provider) and isinstance(value, (nn.Module, Optimizer)):
+            raise OptionError(
+                f"{key!r} is an everstep.Provider and a {type(value).__name__}: only one of the "
+                "two would be saved",
+                hint="put the module or optimizer, and a provider for the rest, into the state",
+            )
         if isinstance(value, nn.Module):
             return ModuleProvider(key, value)
         if isinstance(value, Optimizer):
@@ -252,7 +258,7 @@ class State:
             kind = ZeroProvider if is_zero(optimizer) else OptimizerProvider
             return kind(key, optimizer, names)
         if isinstance(value, Provider):
-            return ChunkedProvider(key, value)
+            return ChunkedProvider(key, value, self._held)
         if isinstance(value, Stateful) and not isinstance(value, type):
             kind_of = LoaderProvider if LoaderProvider.takes(value) else StatefulProvider
             return kind_of(key, value)
@@ -489,7 +495,8 @@ class State:
 
 def _why_of_another_kind(provider: SectionProvider, tree: Any) -> str:
     """Return why a saved section cannot be a provider's, whatever its tensors; "" if it can."""
-    if isinstance(provider, StatefulProvider) and OptimizerProvider.groups_of(tree):
+    others = (StatefulProvider, ChunkedProvider)
+    if isinstance(provider, others) and OptimizerProvider.groups_of(tree):
         return "the checkpoint has an optimizer here, the state another kind of object"
     unknown = sorted(name for name in registered_names(tree) if not is_registered(name))
     if not unknown:

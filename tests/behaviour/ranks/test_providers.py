@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, OptionError
 from tests.support.ranks.together import on_all, rank_seams
 from tests.support.world import forget_open_runs
 
@@ -95,3 +95,22 @@ def test_ranks_whose_chunks_differ_are_refused(run_folder: Path) -> None:
     ranks = job(run_folder, [Table(1.0), Table(1.0, rows=4)])
     with pytest.raises(EverstepError, match="table"):
         save(ranks)
+
+
+def test_ranks_give_a_tier_the_same_form_of_log(tmp_path: Path) -> None:
+    """Else some would record shares of gradients, and others all of them."""
+    seams = rank_seams(2)
+
+    def start(rank: int) -> everstep.Checkpointer:
+        place = everstep.TierOptions(str(tmp_path / "copies"), log=("whole", "adaptive")[rank])
+        return everstep.Checkpointer(
+            tmp_path / "run",
+            {"table": Table(1.0)},
+            method="logged",
+            keeper=everstep.KeeperOptions(process=False),
+            seams=seams[rank],
+            tiers=[place],
+        )
+
+    with pytest.raises(OptionError, match=r"TierOptions\.log"):
+        on_all(*(functools.partial(start, rank) for rank in range(2)))

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import everstep
-from everstep.errors import EverstepError, MismatchError, UnsupportedStateError
+from everstep.data import register_type
+from everstep.errors import EverstepError, MismatchError, OptionError, UnsupportedStateError
+from everstep.state.values import registered
 from everstep.testing.providers import CHECKS, Check, Subject, conformance
 from tests.support.world import opened
 
@@ -168,6 +170,91 @@ def test_memory_that_two_chunks_share_is_not_filled(run_folder: Path) -> None:
     assert (found["a"].tolist(), found["b"].tolist()) == ([1] * 3, [2] * 3)
 
 
+class Keeps(Given):
+    """A provider that reads its own memory, and not what it is given."""
+
+    def restore(self, chunks: Mapping[str, Any]) -> None:
+        self.restored = {name: content for name, content in self.given if name in chunks}
+
+
+def test_memory_of_one_storage_is_filled(run_folder: Path) -> None:
+    whole = torch.zeros(10)
+    saved = Given(("a", torch.arange(5.0)), ("b", torch.arange(5.0, 10.0)))
+    restored(run_folder, saved, Keeps(("a", whole[:5]), ("b", whole[5:])))
+    assert whole.tolist() == list(range(10))
+
+
+def test_a_tie_with_a_module_is_kept(run_folder: Path) -> None:
+    def state(value: float) -> dict[str, Any]:
+        model = torch.nn.Linear(3, 2, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        return {"one": Given(("w", model.weight)), "model": model}
+
+    with opened(run_folder, state(5.0)) as ckpt:
+        ckpt.step()
+        ckpt.save()
+        ckpt.wait()
+    again = state(0.0)
+    with opened(run_folder, again) as ckpt:
+        ckpt.resume()
+    weight = again["model"].weight
+    assert weight.tolist() == [[5.0] * 3] * 2
+    assert again["one"].restored["w"].data_ptr() == weight.data_ptr()
+
+
+def test_elements_that_overlap_are_not_filled(run_folder: Path) -> None:
+    memory = np.zeros(5, np.float32)
+    windows = np.lib.stride_tricks.as_strided(memory, (4, 2), (4, 4))
+    found = restored(
+        run_folder,
+        Given(("a", np.arange(8, dtype=np.float32).reshape(4, 2))),
+        Given(("a", windows)),
+    )
+    assert found["a"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert memory.tolist() == [0] * 5
+
+
+def test_a_registered_value_that_can_be_called_is_stored(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registered, "_BY_KIND", {})
+    monkeypatch.setattr(registered, "_BY_NAME", {})
+
+    class Loss:
+        def __call__(self) -> bytes:
+            return b"called"
+
+    register_type(Loss, to_bytes=lambda one: b"mine", from_bytes=lambda data: data)  # type: ignore[arg-type,return-value]
+    assert restored(run_folder, Given(("a", Loss())), Given())["a"] == b"mine"
+
+
+@pytest.mark.parametrize("given", [b"abc", bytearray(b"abc"), memoryview(b"abc"), [b"a", b"bc"]])
+def test_forms_of_bytes(run_folder: Path, given: Any) -> None:
+    found = restored(run_folder, Given(("a", lambda: given)), Given(("a", lambda: b"")))
+    assert found["a"] == b"abc"
+
+
+def test_what_is_two_things_is_refused(run_folder: Path) -> None:
+    class Both(torch.nn.Module, everstep.Provider):
+        def chunks(self) -> Iterator[tuple[str, Any]]:
+            yield "a", 1
+
+    with pytest.raises(OptionError, match="Provider and a Both"), opened(run_folder, {"m": Both()}):
+        pass
+
+
+def test_an_optimizer_of_the_checkpoint_is_no_provider(run_folder: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with opened(run_folder, {"one": torch.optim.SGD(model.parameters()), "m": model}) as ckpt:
+        ckpt.step()
+        ckpt.save()
+        ckpt.wait()
+    refused = pytest.raises(MismatchError, match="one: the checkpoint has an optimizer here")
+    with refused, opened(run_folder, {"one": Given(), "m": model}) as ckpt:
+        ckpt.resume()
+
+
 def test_empty_memory(run_folder: Path) -> None:
     found = restored(run_folder, Given(("none", memoryview(b""))), Given())
     assert found["none"].shape == (0,)
@@ -236,6 +323,11 @@ def itself() -> Given:
         (lambda: Given(("a", np.arange(3)[::-1])), "one/a: memory that torch cannot view"),
         (lambda: Given(("a", memoryview(bytearray(8))[::2])), "one/a: memory that torch cannot"),
         (lambda: Given(("a", lambda: "text")), "one/a: the function of this chunk failed"),
+        (lambda: Given(("a", lambda: None)), "must return bytes or an iterable of bytes, not None"),
+        (lambda: Given(("a", dict)), "one/a: "),
+        (lambda: Given(("a", torch.nn.Linear(1, 1))), "one/a: a Linear needs a key of its own"),
+        (lambda: Given(("a", np.ma.masked_array([1, 2], [0, 1]))), "one/a: .*a subclass of numpy"),
+        (lambda: Given("ab", ("a",)), r"one: chunks\(\) must yield pairs"),
         (itself, "contain themselves"),
     ],
 )

@@ -32,7 +32,7 @@ from everstep.capture import batches as batches_module
 from everstep.capture import cuda as cuda_module
 from everstep.capture import pinned as pinned_module
 from everstep.capture import stage as stage_module
-from everstep.capture.batches import Batch, Chunks, plan_batches
+from everstep.capture.batches import Batch, Chunks, Runs, plan_batches
 from everstep.capture.cuda import (
     CudaLane,
     CudaTransfer,
@@ -362,8 +362,8 @@ def no_device_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stage_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def plant(issue: Any) -> Any:
-        def unheld(lane: CudaLane, split: Any, behind: Any) -> Any:
-            issued = issue(lane, split, behind)
+        def unheld(lane: CudaLane, split: Any, behind: Any, planned: Any) -> Any:
+            issued = issue(lane, split, behind, planned)
             if issued is None:
                 return None
             (stream, _), *_ = behind.values()
@@ -387,9 +387,9 @@ def stage_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refilled while it is still copied to the host."""
 
     def plant(issue: Any) -> Any:
-        def apart(lane: CudaLane, split: Any, behind: Any) -> Any:
+        def apart(lane: CudaLane, split: Any, behind: Any, planned: Any) -> Any:
             streams = {d: (stream.cuda.Stream(d), at) for d, (stream, at) in behind.items()}
-            return issue(lane, split, streams)
+            return issue(lane, split, streams, planned)
 
         return apart
 
@@ -502,6 +502,43 @@ def test_a_stage_of_its_own_size_leaves_a_tenth_free(cuda: FakeCuda) -> None:
     assert cuda.free_bytes == 20
     cuda.run_until(lambda: transfer.complete)
     assert [int(block[at]) for at in (99, 100)] == [1, 2]
+    lane.close()
+
+
+def test_a_stage_grows_and_is_given_back(cuda: FakeCuda) -> None:
+    """The memory before is not held meanwhile; and none of it when the lane is closed."""
+    lane, block = CudaLane(FakeHost(cuda), 1 << 20), block_of()
+    small = Runs(batches_of(on_device(cuda, 1)))
+    large = Runs(batches_of(*map(partial(on_device, cuda), (2, 3, 4))))
+
+    def staged() -> list[int]:
+        gc.collect()
+        return [one.base.size for one in cuda.allocations if one.tracked() is not None]
+
+    before = staged()
+    for batches in (small, large, small):
+        transfer = lane.submit(batches, block, lambda end: None)
+        cuda.run_until(lambda one=transfer: one.complete)  # type: ignore[misc]
+    assert int(block[0]) == 1
+    assert sorted(staged()) == sorted([*before, 112 * 3])
+    lane.close()
+    assert staged() == before
+
+
+def test_a_capture_that_cannot_be_staged_is_made_without(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(copy: Any) -> None:
+        raise OutOfSpaceError("no memory to rearrange")
+
+    monkeypatch.setattr(cuda_module, "_stage", fails)
+    lane, block = CudaLane(FakeHost(cuda), 1 << 20), block_of()
+    transfer = lane.submit(batches_of(on_device(cuda, 1)), block, lambda end: None)
+    assert transfer.gate(100, TIMEOUT_S)
+    cuda.run_until(lambda: transfer.complete)
+    assert transfer.wait(0.0)
+    assert int(block[99]) == 1
+    assert "not staged: no memory to rearrange" in caplog.text
     lane.close()
 
 

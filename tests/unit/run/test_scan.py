@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 
 from everstep.format.names import (
+    BASE_DIR,
     LOG_DIR,
     RUN_RECORD,
     TIMELINE_RECORD,
@@ -126,3 +127,18 @@ def test_a_timeline_with_a_log_and_without_bases_was_trained_on(run: Path, lossy
     parents = {number: branch.parent for number, branch in found.branches.items()}
     assert parents == {1: None, 2: 1, 3: 2, 4: 3, 5: 3}
     assert found.branches[3].fork_step == 0
+
+
+@pytest.mark.parametrize("folder", [LOG_DIR, BASE_DIR])
+def test_a_folder_that_goes_between_two_listings_is_empty(run: Path, folder: str) -> None:
+    """Retention of a process that still runs may delete it while another one starts."""
+    gone = Path(timeline_dir(run, 5)) / folder
+    gone.mkdir()
+
+    def delete(op: str, path: PurePath) -> None:
+        if op == "scan" and path == gone and gone.exists():
+            gone.rmdir()
+
+    found = scan_run(HookedFileSystem(delete), run)
+    assert not gone.exists()
+    assert set(found.timelines) == {1, 2, 3, 4, 5}

@@ -732,6 +732,15 @@ class Replica:
         self._reports.refused(requests, error)
 
 
+_IMPORTING = threading.Lock()
+
+
 def import_torch() -> None:
-    """Import torch and the modules that need it."""
-    import everstep.keeper.replica.replica_state  # noqa: F401
+    """Import torch and the modules that need it.
+
+    One thread at a time: Python locks each module, and two threads that enter the same modules from
+    different ends would wait for each other.
+    """
+    with _IMPORTING:
+        import everstep.keeper.replica.lossy_update
+        import everstep.keeper.replica.replica_state  # noqa: F401

@@ -37,6 +37,7 @@ from everstep.format.names import (
 )
 from everstep.format.writer import digest_shard
 from everstep.keeper.log import LogStore
+from everstep.keeper.replica.replica import import_torch
 from everstep.keeper.retain import kept_by
 from everstep.keeper.ship.courier import ROOT, CopyWork, Courier
 from everstep.restore.fetch.held import copy_steps
@@ -369,7 +370,7 @@ class Shrink:
 
     def _load_torch(self) -> None:
         try:
-            from everstep.keeper.replica import lossy_update  # noqa: F401
+            import_torch()
         finally:
             self.ready = True  # an error is raised again, and reported, where torch is used
 
@@ -402,7 +403,7 @@ def lossy_record(record: LogRecord, ratio: float, int8_below: int = 100_000) -> 
         DamageError: an entry lies outside the record.
     """
     if record.head.kind == "update" and not record.head.declared:
-        # Importing torch takes seconds; only this thread waits for it.
+        import_torch()  # takes seconds; only this thread waits for it
         from everstep.keeper.replica.lossy_update import lossy_update
 
         found = lossy_update(record, ratio, int8_below)

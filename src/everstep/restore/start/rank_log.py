@@ -590,13 +590,18 @@ class RankLog:
 
     def _has_shares(self, chain: Chain) -> bool:
         """Return True if this rank's log has shares of gradients, by the first step of each
-        timeline."""
-        for timeline, step in dict(reversed(chain.steps)).items():
+        timeline that has an update."""
+        decided: set[int] = set()
+        for timeline, step in chain.steps:
+            if timeline in decided:
+                continue
             # Replay reports records that cannot be read.
             with contextlib.suppress(EverstepError, LookupError):
                 records = self._served.records_of(timeline, step)
                 if any(PART_OBJECT in one.objects for one in records):
                     return True
+                if records:
+                    decided.add(timeline)
         return False
 
     def is_other_layout(self, loaded: LoadedBase, timeline: int, step: int) -> bool:

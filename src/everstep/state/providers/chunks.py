@@ -10,18 +10,30 @@ which is appended to the file.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from everstep.state.providers.plain import Occurrences
-from everstep.state.providers.provider import RestorePlan, Saved, SectionProvider, difference
+from everstep.state.providers.provider import (
+    RestorePlan,
+    Saved,
+    SectionProvider,
+    difference,
+    same_memory,
+)
 from everstep.state.survey import DeferredTree, SectionContents, unsupported
 from everstep.state.values.objects import MAX_DEPTH, join_path
-from everstep.state.values.tensors import is_dtensor
+from everstep.state.values.tensors import is_dtensor, local_tensor
+
+
+_ARRAYS = ("ndarray", "memmap")
 
 
 class Provider:
@@ -31,10 +43,12 @@ class Provider:
 
     - a tensor, a NumPy array or a ``memoryview``: memory of the object, copied as a tensor of plain
       data is: within ``ckpt.step()``, or while training continues if a pattern of ``declared``
-      matches its name. It comes back as a tensor;
+      matches its name. It comes back as a tensor. While it is in the state, Python refuses to
+      resize a ``bytearray`` under a ``memoryview``;
     - a function without arguments that returns ``bytes``, or an iterable of ``bytes``. The copying
       thread calls it while training continues, so it must read only data that no longer changes.
-      It comes back as ``bytes``;
+      (The training thread calls it where a layout is planned: at the start, and when shapes have
+      changed.) It comes back as ``bytes``;
     - another :class:`Provider`, which takes its own chunks back;
     - plain data, as the state dict may hold it, copied at once.
 
@@ -60,7 +74,9 @@ class Provider:
 
         Where the object has writable memory of the saved dtype and shape in a chunk of the same
         name, that memory holds the saved values already, and the tensor in ``chunks`` is a view of
-        it. The object may keep the other tensors.
+        it. Not so if two of its chunks overlap, elements of a chunk overlap, or a module of the
+        state has the memory now and had not when it was saved. The object may keep the other
+        tensors.
 
         Args:
             chunks: contents by name; those of providers inside are left out, and restored before.
@@ -79,14 +95,26 @@ class _Chunked(NamedTuple):
 class ChunkedProvider(SectionProvider):
     """Provider of a section of the state that is a :class:`Provider` of the user's.
 
+    Args:
+        section: key in the state dict.
+        value: the user's provider.
+        held: returns a predicate: a module or an optimizer of the state has the memory of a tensor.
+
     Attributes:
         section: key in the state dict.
         replicated: names of the memory chunks that all ranks hold, as of the last look.
     """
 
-    def __init__(self, section: str, value: Provider) -> None:
+    def __init__(
+        self,
+        section: str,
+        value: Provider,
+        held: Callable[[], Callable[[torch.Tensor], bool]] = lambda: lambda tensor: False,
+    ) -> None:
         self.section = section
         self._value = value
+        self._held = held
+        self._fillable: dict[str, torch.Tensor] = {}  # as it was planned
         self._found: list[_Chunked] = []  # those inside first
         self._later: list[tuple[tuple[str, ...], Callable[[], Any]]] = []
         self._read_only: set[str] = set()
@@ -115,7 +143,7 @@ class ChunkedProvider(SectionProvider):
                     tree[name], writable = memory
                     replicated += [where] if provider.replicated else []
                     self._read_only |= set() if writable else {where}
-                elif callable(content):
+                elif inspect.isroutine(content) or isinstance(content, functools.partial):
                     tree[name] = None  # its place in the order
                     self._later.append(((*path, name), content))
                 else:
@@ -140,28 +168,53 @@ class ChunkedProvider(SectionProvider):
         ]
         if problems:
             return RestorePlan.without(problems)
+        return self._plan_memory(saved, live)
+
+    def _plan_memory(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        """Plan which memory is filled: while the base is read, or after it."""
         plan = RestorePlan(saved.tree)
         places = Occurrences([list(live.values())])
+        held = self._held() if live else bool
+        self._fillable = {}
         for name, tensor in live.items():
             entry = saved.entries.get(name)
             if entry is None or difference(entry, tensor) is not None:
                 continue
             if is_dtensor(tensor):
                 plan.like[name] = tensor
-            elif (
-                name not in self._read_only
-                and entry.name not in saved.tied
-                and places.can_be_filled(tensor)
-            ):
-                plan.in_place[name] = tensor
+            is_tied = entry.name in saved.tied
+            if name in self._read_only or not _has_own_elements(local_tensor(tensor)):
+                continue
+            # A tensor that a module has, too, gets the same values as the module's if it had then.
+            if is_tied or not held(tensor):
+                self._fillable[name] = tensor
+            if not is_dtensor(tensor) and not is_tied and places.can_be_filled(tensor):
+                plan.in_place[name] = tensor  # read there at once
+        for name in _overlapping(self._fillable):
+            del self._fillable[name]
         return plan
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         for provider, path, chunks in self._found:
             part = _part_of(tree, path)
             inside = {name for name, one in chunks.items() if isinstance(one, Provider)}
-            provider.restore({name: one for name, one in part.items() if name not in inside})
+            provider.restore(
+                {
+                    name: self._filled(_name_of(self.section, *path, name), one)
+                    for name, one in part.items()
+                    if name not in inside
+                }
+            )
         return []
+
+    def _filled(self, name: str, content: Any) -> Any:
+        """Return the object's own memory, with the restored values, if a chunk may be put there."""
+        live = self._fillable.get(name)
+        if live is None or not isinstance(content, torch.Tensor) or same_memory(live, content):
+            return content
+        with torch.no_grad():
+            local_tensor(live).copy_(local_tensor(content))
+        return live
 
 
 def _walk(provider: Provider, section: str, path: tuple[str, ...]) -> Iterator[_Chunked]:
@@ -175,12 +228,20 @@ def _walk(provider: Provider, section: str, path: tuple[str, ...]) -> Iterator[_
     if len(path) >= MAX_DEPTH:
         reason = f"providers are nested more than {MAX_DEPTH} levels deep, or contain themselves"
         raise unsupported([(where, reason)])
-    for name, content in provider.chunks():
+    try:
+        found = [(name, content) for name, content in provider.chunks()]
+    except (TypeError, ValueError) as error:
+        reason = f"chunks() must yield pairs of a name and contents: {error}"
+        raise unsupported([(where, reason)]) from error
+    for name, content in found:
         if not isinstance(name, str) or not name:
             reason = f"the name of a chunk must be a non-empty text, not {name!r}"
             raise unsupported([(where, reason)])
         if name in chunks:
             raise unsupported([(join_path(where, name), "two chunks have this name")])
+        if isinstance(content, (nn.Module, Optimizer)):
+            reason = f"a {type(content).__name__} needs a key of its own in the state dict"
+            raise unsupported([(join_path(where, name), reason)])
         chunks[name] = content
         if isinstance(content, Provider):
             yield from _walk(content, section, (*path, name))
@@ -212,8 +273,9 @@ def _memory_of(content: Any) -> tuple[torch.Tensor, bool] | None:
     if isinstance(content, torch.Tensor):
         return content, True
     if type(content) is memoryview:
-        content = np.frombuffer(content.cast("B"), np.uint8)
-    if not isinstance(content, np.ndarray):
+        content = np.frombuffer(content.cast("B") if content.nbytes else b"", np.uint8)
+    # Others carry more than their memory: a mask, say.
+    if not isinstance(content, np.ndarray) or type(content).__name__ not in _ARRAYS:
         return None
     if content.flags.writeable:
         return torch.from_numpy(content), True
@@ -225,6 +287,53 @@ def _part_of(tree: Any, path: tuple[str, ...]) -> Any:
     for name in path:
         tree = tree.get(name) if type(tree) is dict else None
     return tree
+
+
+def _bytes_of(data: Any) -> bytes:
+    """Return the bytes that a function of a chunk has returned, in one piece.
+
+    Raises:
+        TypeError: it has returned something else.
+    """
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        return bytes(data)
+    if data is not None and not isinstance(data, (str, torch.Tensor, np.ndarray)):
+        pieces = list(data)
+        if all(isinstance(one, bytes) for one in pieces):
+            return b"".join(pieces)
+    raise TypeError(f"it must return bytes or an iterable of bytes, not {type(data).__name__}")
+
+
+def _has_own_elements(tensor: torch.Tensor) -> bool:
+    """Return True if no two elements share memory."""
+    sides = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    span = 1
+    for step, size in sides:
+        if size > 1 and step < span:
+            return False
+        span += (size - 1) * step
+    return True
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of tensors whose memory overlaps that of another one."""
+    spans: list[tuple[str, int, int]] = []
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        steps = zip(local.stride(), local.shape, strict=True)
+        span = 1 + sum((size - 1) * step for step, size in steps)
+        if local.numel():
+            begin = local.data_ptr()
+            spans.append((name, begin, begin + span * local.element_size()))
+    spans.sort(key=lambda one: one[1])
+    found: set[str] = set()
+    furthest: tuple[str, int, int] | None = None
+    for one in spans:
+        if furthest is not None and one[1] < furthest[2]:
+            found |= {one[0], furthest[0]}
+        if furthest is None or one[2] > furthest[2]:
+            furthest = one
+    return found
 
 
 def _with_later(
@@ -240,9 +349,7 @@ def _with_later(
     for path, function in later:
         reason = ""
         try:
-            data = function()
-            if type(data) is not bytes:
-                data = b"".join(data)
+            data = _bytes_of(function())
         # A user's function may raise anything.
         except Exception as error:
             failed = error

@@ -97,15 +97,18 @@ class RunPlace:
             return cls(run, seams, seams, job, ONE_RANK, places, peers, open_run)
         # Several ranks open the run at once: which entries a rank writes depends on which ranks
         # share a folder.
-        run_id = job.open_run(seams, run, places, peers, shared_options(options))
+        forms = {"TierOptions.log": repr([one.log for one in places])} if options.logs else {}
+        if options.logs and peers is not None:
+            forms["PeerOptions.log"] = repr(peers.log)
+        run_id = job.open_run(seams, run, places, peers, shared_options(options) | forms)
         refuse_unaudited(job.info, options)
         computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
-        forms = {options.method.log, *(one.log for one in places), peers.log if peers else "none"}
+        logs = {options.method.log, *(one.log for one in places), peers.log if peers else "none"}
         ranks = replace(
             job.info,
             followed=computed,
             logged=options.logs,
-            lossy=options.logs and "adaptive" in forms,
+            lossy=options.logs and "adaptive" in logs,
         )
         return cls(run, seams, seams, job, ranks, places, peers, lambda: run_id)
 
