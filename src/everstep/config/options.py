@@ -187,8 +187,9 @@ class Budget:
             taken anyway, with a warning. Each training process counts from zero.
         device_bytes: memory on each CUDA device of this process that takes a copy of captured
             state, so that updates wait for a copy within the device and not for the link. If the
-            state is larger, updates wait for the rest. ``"auto"``: as much as a base needs, if a
-            tenth of the device's memory stays free when the first base is taken. 0: none.
+            state is larger, updates wait for the rest. ``"auto"``: what a capture needs, or what is
+            free at the first one, less a tenth of the device's memory: later steps may need it.
+            0: none.
     """
 
     host_bytes: int | None = None

@@ -32,7 +32,6 @@ from everstep.state.survey import DeferredTree, SectionContents, unsupported
 from everstep.state.values.objects import MAX_DEPTH, join_path
 from everstep.state.values.tensors import is_dtensor, local_tensor
 
-
 _ARRAYS = ("ndarray", "memmap")
 
 
