@@ -56,8 +56,9 @@ def shards():
         found[f"{name} {at}"] = digest
     return found
 
+method = everstep.Method(log="dense", apply=os.environ.get("APPLY", "recovery"))
 ckpt = everstep.Checkpointer(
-    run, training.values, method="logged", every=5, on_failure="warn", progress_timeout_s=100.0,
+    run, training.values, method=method, every=5, on_failure="warn", progress_timeout_s=100.0,
     tiers=[everstep.TierOptions(copies, log="adaptive", log_steps=1)],
 )
 recovery = ckpt.resume()
@@ -97,12 +98,14 @@ def job_folder(tmp_path: Path) -> Iterator[Path]:
     end_keepers(tmp_path)
 
 
-def said(folder: Path, layout: str, last: int, *, dies: bool = False) -> Said:
+def said(
+    folder: Path, layout: str, last: int, *, dies: bool = False, apply: str = "recovery"
+) -> Said:
     """Return what each rank of a job says that ends after a step, or dies there."""
     world = MORE[layout].ranks
     meet = str(folder / f"meet-{len(list(folder.glob('meet-*')))}")
     paths = str(folder / "run"), str(folder / "copies"), meet
-    env = {"DIES": "1"} if dies else {}
+    env = {"APPLY": apply} | ({"DIES": "1"} if dies else {})
     ranks = [
         start_trainer(TRAINING, *paths, layout, str(rank), str(world), str(last), **env)
         for rank in range(world)
@@ -140,6 +143,15 @@ def test_replicas_are_equal_after_a_lossy_recovery(
     assert shards_at(after, LAST).keys() == shards_at(before, LAST).keys()
     assert shards_at(after, LAST) != shards_at(before, LAST)
     shards_at(after, LAST + 2)
+
+
+def test_a_replica_follows_beside_a_lossy_copy(job_folder: Path) -> None:
+    """Both import torch in threads of the keeper, and neither waits for the other."""
+    said(job_folder, "hsdp", LAST, dies=True, apply="replica")
+    end_keepers(job_folder)
+    after = said(job_folder, "hsdp", LAST + 1, apply="replica")
+    assert {lines[0]["step"] for lines in after} == {LAST}
+    shards_at(after, LAST + 1)
 
 
 @pytest.mark.parametrize(("layout", "other"), [("hsdp", "fsdp"), ("fsdp_tp_lines", "tp_lines")])
