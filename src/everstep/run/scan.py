@@ -9,7 +9,8 @@ Order in which a resume tries the bases, and reasons to skip some of them. No I/
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, TypeVar
@@ -224,7 +225,7 @@ def scan_run(
             entries = filesystem.scan(path)
         except FileNotFoundError:
             return Inventory(path)
-        scan = _Scan(filesystem, path, known or TimelineCache())
+        scan = _Scan(filesystem, path, known or TimelineCache(), is_last=not left)
         try:
             scan.run(entries)
         except FileNotFoundError:
@@ -249,10 +250,18 @@ def _newest_is_being_deleted(inventory: Inventory) -> bool:
 
 
 class _Scan:
-    """One pass over a run folder."""
+    """One pass over a run folder.
 
-    def __init__(self, filesystem: FileSystem, path: PurePath, known: TimelineCache) -> None:
+    Args:
+        is_last: there will be no other pass: a listed folder that is missing counts as empty. A
+            directory that keeps copies may have an empty one, which the run folder has not.
+    """
+
+    def __init__(
+        self, filesystem: FileSystem, path: PurePath, known: TimelineCache, *, is_last: bool
+    ) -> None:
         self._filesystem = filesystem
+        self._is_last = is_last
         self._path = path
         self._known = known
         self.inventory = Inventory(path)
@@ -308,6 +317,19 @@ class _Scan:
             if number is not None and number not in numbers:
                 _refuse_moved(self._path, entry, timeline_dir(self._path, number).name)
 
+    def _scan(self, directory: PurePath) -> Sequence[DirEntry]:
+        """Return the entries of a directory that its parent has listed.
+
+        Raises:
+            FileNotFoundError: it is missing, and this is not the last pass.
+        """
+        try:
+            return self._filesystem.scan(directory)
+        except FileNotFoundError:
+            if not self._is_last:
+                raise
+            return ()
+
     def _scan_timeline(self, number: int, directory: PurePath) -> None:
         inventory = self.inventory
         entries = {entry.name: entry for entry in self._filesystem.scan(directory)}
@@ -324,7 +346,7 @@ class _Scan:
         has_bases = any(base.status in _MAY_BE_GOOD or base.is_usable for base in mine)
         logs = [directory / kind for kind in (LOG_DIR, LOSSY_DIR) if kind in entries]
         # Not listed otherwise: with bases the timeline counts as trained on anyway.
-        if not has_bases and any(_holds_segments(self._filesystem, log) for log in logs):
+        if not has_bases and any(_holds_segments(self._scan, log) for log in logs):
             inventory.logged.add(number)
         if TIMELINE_RECORD in entries:
             return
@@ -356,7 +378,7 @@ class _Scan:
     def _bases(self, number: int, directory: PurePath) -> list[BaseFound]:
         """Return the bases of a timeline, damaged ones included."""
         found = []
-        for entry in _scan_listed(self._filesystem, directory):
+        for entry in self._scan(directory):
             step = parse_base(entry.name)
             if step is None:
                 continue
@@ -532,27 +554,16 @@ def _refuse_moved(folder: PurePath, entry: DirEntry, original: str) -> None:
         )
 
 
-def _holds_segments(filesystem: FileSystem, log: PurePath) -> bool:
+def _holds_segments(scan: Callable[[PurePath], Sequence[DirEntry]], log: PurePath) -> bool:
     """Return True if the log has a finished segment; the newest are checked first."""
-    listed = _scan_listed(filesystem, log)
-    named = (entry for entry in listed if parse_segment(entry.name) is not None)
+    named = (entry for entry in scan(log) if parse_segment(entry.name) is not None)
     for one in sorted(named, key=lambda entry: entry.name, reverse=True):
-        files = _scan_listed(filesystem, log / one.name) if one.kind == "dir" else []
-        if any(parse_marker(file.name) is not None for file in files):
-            return True
+        # Retention of a running process may delete a segment between the two listings.
+        with contextlib.suppress(FileNotFoundError):
+            files = scan(log / one.name) if one.kind == "dir" else []
+            if any(parse_marker(file.name) is not None for file in files):
+                return True
     return False
-
-
-def _scan_listed(filesystem: FileSystem, directory: PurePath) -> Sequence[DirEntry]:
-    """Return the entries of a directory that its parent has listed; none if it is gone since.
-
-    Retention of a running process may delete it between the two listings. In a tier it goes with
-    its last object.
-    """
-    try:
-        return filesystem.scan(directory)
-    except FileNotFoundError:
-        return ()
 
 
 def _markers(

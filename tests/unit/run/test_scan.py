@@ -130,15 +130,22 @@ def test_a_timeline_with_a_log_and_without_bases_was_trained_on(run: Path, lossy
 
 
 @pytest.mark.parametrize("folder", [LOG_DIR, BASE_DIR])
-def test_a_folder_that_goes_between_two_listings_is_empty(run: Path, folder: str) -> None:
-    """Retention of a process that still runs may delete it while another one starts."""
-    gone = Path(timeline_dir(run, 5)) / folder
-    gone.mkdir()
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_listed_folder_that_is_missing(run: Path, folder: str, comes_back: bool) -> None:
+    """Missing once, another process is at work, and the run is read again. Missing for good, it is
+    an empty folder of a place for copies: the run has nothing there."""
+    missing = Path(timeline_dir(run, 5)) / folder
+    missing.mkdir()
+    passes: list[PurePath] = []
 
-    def delete(op: str, path: PurePath) -> None:
-        if op == "scan" and path == gone and gone.exists():
-            gone.rmdir()
+    def refuse(op: str, path: PurePath) -> None:
+        if op == "scan" and path == run:
+            passes.append(path)
+        if op == "scan" and path == missing and not (comes_back and len(passes) > 1):
+            raise FileNotFoundError(path)
 
-    found = scan_run(HookedFileSystem(delete), run)
-    assert not gone.exists()
+    found = scan_run(HookedFileSystem(refuse), run)
     assert set(found.timelines) == {1, 2, 3, 4, 5}
+    assert not found.bases
+    assert (len(passes) == 2) == comes_back
+    assert len(passes) > 1
