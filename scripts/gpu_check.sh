@@ -59,7 +59,7 @@ SHOWN=40 part stall-1g 110 $STALL --params "${LARGE:-1G}" --dtype bfloat16 --lay
     --arms "${ARMS:-lazy,lazy-half,lazy-staged,gockpt_o,gockpt_o-staged,torch_checkpointing,dcp-overlap}"
 SHOWN=40 part stall-300m 80 $STALL --params "${SMALL:-300M}" --batch 64 --layers 4 --within 60 \
     --arms "${ARMS:-lazy,lazy-half,lazy-staged,torchsnapshot}"
-SHOWN=40 part step 110 $RUN step --device "${DEVICE:-cuda}" --params "${STEPS:-100M}" --kills 0 --no-replay \
+SHOWN=40 part step 100 $RUN step --device "${DEVICE:-cuda}" --params "${STEPS:-100M}" --kills 0 --no-replay \
     --repeats "${REPEATS:-3}" --arms none,compressed,logged,lowdiff,lowdiff_plus
 part tests 100 "$PYTHON" -m pytest tests/gpu -q ${TESTS:-}
 exit $failed
