@@ -105,17 +105,13 @@ _Behind = dict[torch.device, tuple[Any, Any]]
 class _Split(NamedTuple):
     """Batches on CUDA devices, and batches in host memory.
 
-    Small batches in host memory are copied at once, large ones by the lane's thread. ``plans``
-    keeps the division of ``ours`` by the stage, once it was made, if these batches come again
-    (``is_kept``).
+    Small batches in host memory are copied at once, large ones by the lane's thread.
     """
 
     ours: Sequence[Batch]
     devices: Sequence[torch.device]
     small: Sequence[Batch]
     large: Sequence[Batch]
-    plans: list[StagePlan]
-    is_kept: bool
 
 
 def moment_on(tensor: torch.Tensor) -> Any:
@@ -166,7 +162,8 @@ class CudaLane:
         if stage_bytes:
             bytes_max = stage_bytes if isinstance(stage_bytes, int) else None
             self._stage = DeviceStage(bytes_max, _device, _allocate, _free_bytes)
-        self._kept_plans: list[list[StagePlan]] = []
+        # The last division of batches that come again; of others it would keep gradients alive.
+        self._kept_plan: tuple[Sequence[Batch], StagePlan] | None = None
         self.side_streams: dict[torch.device, Any] = {}
         self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
@@ -268,7 +265,9 @@ class CudaLane:
             pinned = self._pinned_of(block, split.devices[0])
             behind = self._behind_current(split.devices, yielding=yielding)
             planned: list[StagePlan] = []
-            staged = None if yielding else self._issue_stage(split, behind, planned)
+            if not yielding:
+                is_kept = isinstance(batches, Runs)
+                staged = self._issue_stage(split.ours, behind, planned, is_kept=is_kept)
             issued = self._issue(split.ours, block, pinned, behind, staged, planned)
         self._host.copy_now(split.small, block)
         large = split.large
@@ -354,8 +353,7 @@ class CudaLane:
         # Before the lane's thread, whose jobs wait for results of this one.
         self.issuer.close()
         self._host.close()
-        for plans in self._kept_plans:
-            plans.clear()
+        self._kept_plan = None
         if self._stage is not None:
             self._stage.close()
 
@@ -378,36 +376,41 @@ class CudaLane:
             else:
                 (small if batch.size_bytes < _AT_ONCE_BYTES else large).append(batch)
         devices = list(dict.fromkeys(_device(batch.first) for batch in ours))
-        split = _Split(ours, devices, small, large, [], isinstance(batches, Runs))
+        split = _Split(ours, devices, small, large)
         if isinstance(batches, Runs):
             batches.split = split
         return split
 
     def _issue_stage(
-        self, split: _Split, behind: _Behind, planned: list[StagePlan]
+        self,
+        batches: Sequence[Batch],
+        behind: _Behind,
+        planned: list[StagePlan],
+        *,
+        is_kept: bool,
     ) -> Issued | None:
         """Enqueue the copies into the stage, in the issuing thread; None: there is no stage.
 
         Args:
             planned: gets the division of the batches.
+            is_kept: the same batches come again.
         """
         stage = self._stage
-        batches = split.ours
-        # Of batches that come again: others would keep their tensors alive.
-        kept = split.plans if split.is_kept else []
         if stage is None:
             return None
 
         def enqueue(found: Enqueued) -> Enqueued:
-            if not kept or kept[0].generation != stage.generation:
-                kept.clear()  # it may hold the memory of the stage before
+            kept = self._kept_plan
+            if kept is not None and kept[0] is batches and kept[1].generation == stage.generation:
+                plan = kept[1]
+            else:
+                kept = self._kept_plan = None  # it holds the memory of the stage so far
                 # The stage's memory belongs to the side stream, and is reused in its order.
                 with contextlib.ExitStack() as stack:
                     for stream, _ in behind.values():
                         stack.enter_context(_cuda.stream(stream))
-                    kept.append(stage.plan(batches))
-                self._kept_plans = [one for one in self._kept_plans if one is not kept] + [kept]
-            plan = kept[0]
+                    plan = stage.plan(batches)
+                self._kept_plan = (batches, plan) if is_kept else None
             events: dict[torch.device, tuple[int, Any]] = {}
             for copy in plan.copies:
                 stream, moment = behind[copy.device]

@@ -362,8 +362,8 @@ def no_device_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stage_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def plant(issue: Any) -> Any:
-        def unheld(lane: CudaLane, split: Any, behind: Any, planned: Any) -> Any:
-            issued = issue(lane, split, behind, planned)
+        def unheld(lane: CudaLane, batches: Any, behind: Any, *args: Any, **options: Any) -> Any:
+            issued = issue(lane, batches, behind, *args, **options)
             if issued is None:
                 return None
             (stream, _), *_ = behind.values()
@@ -387,9 +387,9 @@ def stage_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refilled while it is still copied to the host."""
 
     def plant(issue: Any) -> Any:
-        def apart(lane: CudaLane, split: Any, behind: Any, planned: Any) -> Any:
+        def apart(lane: CudaLane, batches: Any, behind: Any, *args: Any, **options: Any) -> Any:
             streams = {d: (stream.cuda.Stream(d), at) for d, (stream, at) in behind.items()}
-            return issue(lane, split, streams, planned)
+            return issue(lane, batches, streams, *args, **options)
 
         return apart
 
@@ -523,6 +523,24 @@ def test_a_stage_grows_and_is_given_back(cuda: FakeCuda) -> None:
     assert sorted(staged()) == sorted([*before, 112 * 3])
     lane.close()
     assert staged() == before
+
+
+def test_a_stage_keeps_no_gradients_alive(cuda: FakeCuda) -> None:
+    """Those of each step are other tensors, and training needs their memory."""
+    lane, block = CudaLane(FakeHost(cuda), 1 << 20), block_of()
+
+    def held() -> int:
+        gc.collect()
+        return sum(one.tracked() is not None for one in cuda.allocations)
+
+    for step in range(3):
+        transfer = lane.submit(batches_of(on_device(cuda, step + 1)), block, lambda end: None)
+        cuda.run_until(lambda one=transfer: one.complete)  # type: ignore[misc]
+        del transfer
+    while cuda.pick():
+        pass
+    assert held() == 1, "more than the stage"
+    lane.close()
 
 
 def test_a_capture_that_cannot_be_staged_is_made_without(
