@@ -9,6 +9,7 @@ it in this list:
 ``state``         the state that is saved: entries, providers, layout, shares of ranks
 ``arena``         host memory for captured state
 ``format``        bytes on disk
+``events``        events of a run, for people, dashboards and the event log
 ``commit``        commit, history, retention, agreement of ranks: state machines without I/O
 ``config``        options: what a user can choose; ``options`` has their public names
 ``compress``      compression of the gradients that training consumes
@@ -21,6 +22,7 @@ it in this list:
 ``plan``          cost models, intervals, capture plans
 ``keeper``        runs in the keeper process
 ``look``          reads a run without taking it over: ``load`` and ``peek``
+``report``        one page about a run
 ``convert``       a state in the formats of other programs
 ``trainer``       runs in the training process
 ``checkpointer``  the public object
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from everstep import compress as compress
     from everstep import data as data
     from everstep import errors as errors
+    from everstep import events as events
     from everstep import options as options
     from everstep.checkpointer import Checkpointer
     from everstep.config.method import Method, presets
@@ -93,7 +96,7 @@ _WHERE = {
     "peek": "look.load",
     "presets": "config.method",
 }
-_MODULES = ("compress", "data", "errors", "options")
+_MODULES = ("compress", "data", "errors", "events", "options")
 
 
 def __getattr__(name: str) -> Any:

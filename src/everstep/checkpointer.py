@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from everstep.config import Every, FailurePolicy, KeeperOptions, named
+from everstep.config import EventListeners, Every, FailurePolicy, KeeperOptions, named
 from everstep.config.keep import KeepPolicy
 from everstep.config.method import Method
 from everstep.config.options import (
@@ -110,6 +110,9 @@ class Checkpointer:
         budget: upper bounds for host memory, disk space, and bytes written per day.
         on_failure: policy for errors in the background: ``"raise"`` them at the next call,
             ``"warn"``, or a function to call with the error.
+        on_event: function that is called with each :class:`~everstep.events.Event` of this rank, in
+            a thread of its own; or several: functions and sinks of :mod:`everstep.events`. One that
+            is slow or raises an error does not delay training.
         progress_timeout_s: seconds without any progress after which an operation counts as hung.
             Time during which the whole job is paused does not count.
         keeper: options of the keeper process: where it runs, and how long it stays after training.
@@ -152,6 +155,7 @@ class Checkpointer:
         keep: int | KeepPolicy | Sequence[KeepPolicy] = 3,
         budget: Budget | None = None,
         on_failure: FailurePolicy = "raise",
+        on_event: EventListeners = None,
         progress_timeout_s: float = 120.0,
         keeper: KeeperOptions | None = None,
         log: LogOptions | None = None,
@@ -173,6 +177,7 @@ class Checkpointer:
             keep=keep,
             budget=budget,
             on_failure=on_failure,
+            on_event=on_event,
             progress_timeout_s=progress_timeout_s,
             keeper=keeper,
             log=log,
@@ -195,11 +200,7 @@ class Checkpointer:
         self._live_key = (run, place.ranks.rank)
         # Before a keeper is attached: an earlier Checkpointer of this run still holds it (a
         # notebook's cell is executed again).
-        if (earlier := _live.get(self._live_key)) is not None:
-            try:
-                earlier.close()
-            except EverstepError as error:
-                log_or_print(f"the earlier Checkpointer of {run}: {error}", level=logging.WARNING)
+        _close_earlier(self._live_key)
         # Last: a constructor that fails leaves no Checkpointer that could be closed or used.
         self._session = Session(options, place, saved, ending, self._calls)
         _live[self._live_key] = self
@@ -496,3 +497,13 @@ class Checkpointer:
         """Note that this Checkpointer no longer has its run."""
         if _live.get(self._live_key) is self:
             del _live[self._live_key]
+
+
+def _close_earlier(key: tuple[PurePath, int]) -> None:
+    """Close the Checkpointer of this process for the same run and rank; log its error."""
+    earlier = _live.get(key)
+    if earlier is not None:
+        try:
+            earlier.close()
+        except EverstepError as error:
+            log_or_print(f"the earlier Checkpointer of {key[0]}: {error}", level=logging.WARNING)

@@ -8,6 +8,8 @@
 ``pin``         keeps one base for ever
 ``export``      writes the state of a step for other programs; in the same module ``import`` makes a
                 run of what they have written
+``watch``       shows a run while it trains
+``report``      writes one page about a run
 ``ps``          lists the keeper processes of this user; in the same module ``stop`` ends them
 ``doctor``      checks this machine
 ``plan``        computes intervals and schedules from models, without measurements
@@ -50,9 +52,11 @@ from everstep.cli.ls import ls
 from everstep.cli.pin import pin
 from everstep.cli.plan.interval import app as _plan
 from everstep.cli.ps import ps, stop
+from everstep.cli.report import report
 from everstep.cli.restore import restore
 from everstep.cli.rm import rm
 from everstep.cli.verify import verify
+from everstep.cli.watch import watch
 from everstep.config.options import DISABLE_VARIABLE
 from everstep.errors import UnavailableError
 
@@ -147,6 +151,8 @@ _VERBS: dict[str, Callable[..., None]] = {
     "pin": pin,
     "rm": rm,
     "du": du,
+    "watch": watch,
+    "report": report,
     "ps": ps,
     "stop": stop,
     "doctor": doctor,

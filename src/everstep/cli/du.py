@@ -14,6 +14,7 @@ from everstep.cli.common.output import console, count_of, in_words, label, table
 from everstep.cli.common.runs import RUN_ARGUMENT, open_run, reading
 from everstep.cli.ls import STATUS_WORDS
 from everstep.commit.lineage import BaseId
+from everstep.events.log import EVENTS_DIR
 from everstep.format.names import (
     BASE_DIR,
     LOG_DIR,
@@ -38,6 +39,7 @@ _ROWS_MAX = 50
 _KINDS = {
     "records": "records",
     "log": "log",
+    "events": "event log",
     "slots": "slots (to be overwritten)",
     "temporary": "temporary",
     "other": "other, not written by everstep",
@@ -129,6 +131,8 @@ def _classify(parts: Sequence[str]) -> tuple[int, str]:
         return number, _kind_in_timeline(parts[1:])
     if parts == (RUN_RECORD,):
         return 0, "records"
+    if parts[0] == EVENTS_DIR:
+        return 0, "events"
     return 0, "temporary" if parts[-1].endswith(TEMPORARY_SUFFIX) else "other"
 
 
@@ -181,7 +185,7 @@ def _document(inventory: Inventory, usages: dict[int, _Usage], free_bytes: int) 
         **_total(usage.total for usage in usages.values())._asdict(),
         "reclaimable": _total(one.reclaimable(unfinished) for one in usages.values())._asdict(),
         "free_bytes": free_bytes,
-        **{kind: root.sums[kind]._asdict() for kind in ("records", "temporary", "other")},
+        **{kind: root.sums[kind]._asdict() for kind in ("records", "events", "temporary", "other")},
         "timelines": [
             {
                 "timeline": number,

@@ -110,7 +110,7 @@ def verify(
     segments: list[SegmentFound] = []
     audits: list[Audit] = []
     with contextlib.closing(ChunkRing(CHUNKS, WRITERS)) as ring:
-        with progress("verify", sum(map(_bytes_to_read, bases))) as bar:
+        with progress("verify", sum(map(bytes_to_read, bases))) as bar:
             checked = [check_base(filesystem, inventory, base, ring, bar) for base in bases]
         if log is not None and step is None:
             segments = _check_segments(filesystem, log, ring, timeline)
@@ -286,7 +286,8 @@ def _refuse_unusable(checked: Collection[Checked]) -> None:
             item.damages.append(Damage(str(item.base.path), None, item.note or "unfinished"))
 
 
-def _bytes_to_read(base: BaseFound) -> int:
+def bytes_to_read(base: BaseFound) -> int:
+    """Return the size of the files that :func:`check_base` reads."""
     if base.manifest is None or not base.is_usable:
         return 0
     there = {file.name: file.size_bytes for file in base.files}

@@ -6,9 +6,17 @@ presets, ``given`` checks names, types and numbers.
 
 from everstep.config.given import is_int, is_number, named, nearest
 from everstep.config.method import presets
-from everstep.config.options import Every, FailurePolicy, History, KeeperOptions, Options
+from everstep.config.options import (
+    EventListeners,
+    Every,
+    FailurePolicy,
+    History,
+    KeeperOptions,
+    Options,
+)
 
 __all__ = [
+    "EventListeners",
     "Every",
     "FailurePolicy",
     "History",

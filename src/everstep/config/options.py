@@ -29,6 +29,7 @@ from everstep.config.keep import KeepPolicy, parse_keep
 from everstep.config.method import Method, presets
 from everstep.config.promise import Promise
 from everstep.errors import EverstepError, OptionError
+from everstep.events.stream import Listener
 
 _UNITS_BYTES = {
     **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
@@ -154,6 +155,7 @@ def bytes_hint(value: object) -> str | None:
 
 
 FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
+EventListeners = Listener | Sequence[Listener] | None
 
 ANNOUNCING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 """Signals that may announce that a job will be killed."""
@@ -412,6 +414,7 @@ class Options:
     keeper: KeeperOptions = field(default_factory=KeeperOptions)
     log: LogOptions = field(default_factory=LogOptions)
     promise: Promise | None = None
+    on_event: tuple[Listener, ...] = ()
 
     @property
     def has_replica(self) -> bool:

@@ -31,12 +31,14 @@ class Promise:
         even_if: failure.
         holder: place that has to hold a step before it counts as safe: ``"keeper"``, ``"disk"``,
             ``"peer"`` or ``"store"``; empty until it is chosen.
+        places: for the last two: names of the places for copies that survive the failure.
     """
 
     steps: int | None
     seconds: float | None
     even_if: str
     holder: str = ""
+    places: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, lose_at_most: object, even_if: object) -> Promise | None:

@@ -24,6 +24,7 @@ from everstep.errors import (
     NonFiniteError,
     StorageError,
 )
+from everstep.events import EventStream
 from everstep.seams import Clock
 from everstep.seams.progress import ProgressSink
 
@@ -49,15 +50,23 @@ class BackgroundChannel:
         policy: how to report an error: raise it at the next call, warn, or call a function.
         clock: clock in whose ``ticking()`` the work is done.
         progress_timeout_s: seconds without progress after which work counts as hung. Time during
-            which
-            the whole process stood still does not count.
+            which the whole process stood still does not count.
+        events: gets each error and notice when it is posted; None: nobody listens.
 
     Attributes:
         progress_timeout_s: as given.
     """
 
-    def __init__(self, policy: FailurePolicy, clock: Clock, *, progress_timeout_s: float) -> None:
+    def __init__(
+        self,
+        policy: FailurePolicy,
+        clock: Clock,
+        *,
+        progress_timeout_s: float,
+        events: EventStream | None = None,
+    ) -> None:
         self._policy = policy
+        self._events = events
         self._clock = clock
         self.progress_timeout_s = progress_timeout_s
         self._lock = threading.Lock()
@@ -119,13 +128,24 @@ class BackgroundChannel:
             over = timeline is not None and timeline != self._timeline is not None
             if not (over and isinstance(error, FencedError)):
                 self._errors.insert(0 if first else len(self._errors), error)
-                return
-        _log_over(error)
+                posted = True
+            else:
+                posted = False
+        if posted:
+            self._emit("failure", error)
+        else:
+            _log_over(error)
 
     def post_notice(self, notice: EverstepError) -> None:
         """Report a condition that is no failure, from any thread: it is never raised."""
         with self._lock:
             self._notices.append(notice)
+        self._emit("notice", notice)
+
+    def _emit(self, kind: str, error: EverstepError) -> None:
+        if self._events is not None:
+            words = {"error": type(error).__name__, "message": str(error)}
+            self._events.emit(kind, error.step or 0, **words)
 
     @contextlib.contextmanager
     def going_back(self, step: int | None) -> Iterator[None]:
@@ -246,14 +266,22 @@ class BackgroundChannel:
 
     def _next(self) -> EverstepError | None:
         """Return the next error to report; check the deadlines of all work first."""
+        hung, error = self._oldest()
+        for deadline in hung:
+            self._emit("failure", deadline)
+        return error
+
+    def _oldest(self) -> tuple[list[EverstepError], EverstepError | None]:
+        """Return work that is newly found to hang, and the next error to report."""
         now_s = self._clock.running_s()
+        hung: list[EverstepError] = []
         with self._lock:
             for work in self._under_way:
                 # Reported once: the work may come back, and each check would repeat the error until
                 # then.
                 if now_s - work.last_progress_s > self.progress_timeout_s and not work.reported:
                     work.reported = True
-                    self._errors.append(
+                    hung.append(
                         DeadlineError(
                             f"{work.description} has made no progress for "
                             f"{now_s - work.last_progress_s:.0f} s: the storage hangs",
@@ -261,12 +289,13 @@ class BackgroundChannel:
                             hint="check the disk or network file system (dmesg, df, iostat)",
                         )
                     )
+            self._errors += hung
             for place, error in enumerate(self._errors):
                 # Fencing errors stay queued during a takeover; took_over() withdraws them if it
                 # succeeds.
                 if not (self._taking_over and isinstance(error, FencedError)):
-                    return self._errors.pop(place)
-            return None
+                    return hung, self._errors.pop(place)
+            return hung, None
 
 
 class WatchedProgress:

@@ -57,12 +57,15 @@ class Seams:
         group: makes the group of ranks (a ``seams.group.Group``) from a timeout in seconds, or
             returns None for a process that trains by itself. If this attribute is None, the group
             comes from torch.distributed.
+        events: file system of the event log, which no recovery reads; None: it is not written.
+            Tests that fail or count operations of ``filesystem`` leave it out.
     """
 
     filesystem: FileSystem = field(default_factory=PosixFileSystem)
     clock: Clock = field(default_factory=SystemClock)
     lane: Callable[[], Any] | None = None
     group: Callable[[float], Any] | None = None
+    events: FileSystem | None = None
 
     @classmethod
     def parse(cls, value: Seams | None) -> Seams:
@@ -73,4 +76,4 @@ class Seams:
         """
         if not isinstance(value, (cls, type(None))):
             raise OptionError(f"seams must be everstep.seams.Seams, not {value!r}")
-        return value or cls()
+        return value or cls(events=PosixFileSystem())

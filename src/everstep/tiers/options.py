@@ -19,6 +19,7 @@ from everstep.config import is_int, is_number
 from everstep.config.given import checked, is_sequence
 from everstep.errors import OptionError, UnavailableError
 from everstep.seams import Clock, FileSystem
+from everstep.seams.machine import is_on_network, mounted_as
 from everstep.tiers.contract import Tier
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.object import ObjectTier
@@ -29,6 +30,9 @@ LOG_FORMS = ("none", "whole", "adaptive")
 
 Approximate: eight bits per element of small tensors, the largest elements of large ones.
 """
+
+PEER = "peer"
+"""Name of the place that the memory of other nodes is."""
 
 _YEAR_S = 366 * 86_400.0
 _VOLATILE_KINDS = ("memory", "peer")
@@ -161,12 +165,12 @@ def split_peers(
         hint = f"use tiers=[{tiers!r}]" if places else 'for example tiers=["s3://bucket/prefix"]'
         raise OptionError(f"tiers={tiers!r} must be a list of places", hint=hint)
     plain = [str(one) if isinstance(one, PurePath) else one for one in tiers]
-    named = [PeerOptions() if one == "peer" else one for one in plain]
+    named = [PeerOptions() if one == PEER else one for one in plain]
     peers = [one for one in named if isinstance(one, PeerOptions)]
     if len(peers) > 1:
         raise OptionError("tiers= contains peers twice: each rank has one peer")
     rest = [one for one in named if not isinstance(one, PeerOptions)]
-    implied = PeerOptions(if_there=True) if "peer" in method_tiers else None
+    implied = PeerOptions(if_there=True) if PEER in method_tiers else None
     return rest, peers[0] if peers else implied
 
 
@@ -222,6 +226,12 @@ class UrlPath(PurePosixPath):
 def is_url(text: str) -> bool:
     """Return True if the text is a URL, not a path."""
     return _URL.match(text) is not None
+
+
+def survives_machine(where: str) -> bool:
+    """Return True if a place for copies outlives this machine and its disks: a store, or a
+    directory on a network file system."""
+    return is_url(where) or is_on_network(mounted_as(PurePath(where)))
 
 
 def _name_of_class(tier: Tier) -> str:

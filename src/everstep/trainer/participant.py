@@ -18,7 +18,7 @@ from everstep.config import Options
 from everstep.errors import AuditError
 from everstep.format import ShardIdentity
 from everstep.link import BackgroundChannel, Save
-from everstep.restore.start import Resumed
+from everstep.restore.start import Recovery, Resumed
 from everstep.seams import Clock
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
@@ -167,6 +167,9 @@ class Participant:
 
     def restored(self, restored: RestoredState) -> None:
         """Continue from a restored state, after :meth:`start`."""
+
+    def recovered(self, recovery: Recovery) -> None:
+        """Note the result of a resume, as the caller gets it."""
 
     # --- Updates ------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from everstep.tiers.options import PeerOptions, TierOptions, split_peers
 from everstep.trainer.budget import peer_bytes
 from everstep.trainer.job.place import refuse_single_base_with_peer
 from everstep.trainer.job.run_folder import node_name, node_names, peer_notice
+from tests.support.given import options
 from tests.support.ranks.together import trainings
 
 
@@ -123,11 +124,13 @@ def test_one_base_is_too_few_on_every_rank() -> None:
     names = ("a", "b", "b")  # rank 2 holds nothing for others, and refuses as they do
     for rank in range(3):
         info = RankInfo(rank, 3, nodes=names)
-        refuse_single_base_with_peer(PeerOptions(), info, 2)
-        refuse_single_base_with_peer(None, info, 1)
+        refuse_single_base_with_peer(PeerOptions(), info, options(keep=2))
+        refuse_single_base_with_peer(None, info, options(keep=1))
         with pytest.raises(OptionError, match="no base is left that all ranks can read"):
-            refuse_single_base_with_peer(PeerOptions(), info, 1)
-    refuse_single_base_with_peer(PeerOptions(if_there=True), RankInfo(0, 2, nodes=("a", "a")), 1)
+            refuse_single_base_with_peer(PeerOptions(), info, options(keep=1))
+    refuse_single_base_with_peer(
+        PeerOptions(if_there=True), RankInfo(0, 2, nodes=("a", "a")), options(keep=1)
+    )
 
 
 def test_who_holds_nothing_keeps_its_memory() -> None:

@@ -18,9 +18,9 @@ def gate_of(holder: str, safe: int | None) -> Any:
     promise = Promise(4, None, "power", holder)
     clock = ManualClock()
     context: Any = SimpleNamespace(options=SimpleNamespace(promise=promise), clock=clock)
-    recoverable: Any = SimpleNamespace(step=safe, durable_step=safe)
-    parts: Any = SimpleNamespace(peer_log_step=None)
-    return PromiseGate(context, parts, parts, None, recoverable), clock
+    parts: Any = SimpleNamespace()
+    recoverable: Any = SimpleNamespace(step=safe, durable_step=safe, step_in=lambda names: safe)
+    return PromiseGate(context, parts, parts, recoverable), clock
 
 
 def restored(step: int) -> RestoredState:

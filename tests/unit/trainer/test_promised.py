@@ -11,6 +11,7 @@ from everstep import PeerOptions, TierOptions
 from everstep.config.promise import Promise
 from everstep.errors import OptionError
 from everstep.options import Every, LogOptions
+from everstep.tiers import options as tier_options
 from everstep.trainer.job import promised
 from everstep.trainer.job.promised import PromisedOptions, promised_options
 
@@ -21,7 +22,8 @@ RUN = PurePath("/disk/run")
 def kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     found = {"/disk": "ext4", "/net": "nfs4", "/mem": "tmpfs"}
-    monkeypatch.setattr(promised, "mounted_as", lambda path: found["/" + path.parts[1]])
+    for module in (promised, tier_options):
+        monkeypatch.setattr(module, "mounted_as", lambda path: found["/" + path.parts[1]])
 
 
 def planned(most: str, even_if: str, run: PurePath = RUN, **given: Any) -> PromisedOptions:
@@ -99,6 +101,16 @@ def test_a_node_is_survived_by_another_one(monkeypatch: pytest.MonkeyPatch) -> N
         planned("1 step", "node", tiers=[PeerOptions(log="adaptive")])
     with pytest.raises(OptionError, match="no place for copies survives it"):
         planned("1 step", "rack", tiers=["peer"])
+
+
+def test_only_places_that_survive_the_failure_count() -> None:
+    """A rack takes the peers with it, and any failure of a node its other disks."""
+    tiers = ["/disk/copies", "s3://bucket/run", "peer"]
+    assert planned("1 step", "rack", tiers=tiers).promise.places == ("s3://bucket/run",)
+    assert planned("1 step", "node", tiers=tiers).promise.places == ("s3://bucket/run", "peer")
+    lossy = ["s3://bucket/run", PeerOptions(log="adaptive")]
+    assert planned("1 step", "node", tiers=lossy).promise.places == ("s3://bucket/run",)
+    assert planned("1 step", "node", tiers=["/disk/copies", "peer"]).promise.places == ("peer",)
 
 
 @pytest.mark.parametrize(

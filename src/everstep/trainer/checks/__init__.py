@@ -10,6 +10,7 @@ Runs in the training process. The modules are independent of each other:
 
 from everstep.trainer.checks.first_batches import FirstBatches
 from everstep.trainer.checks.keeper_replay import (
+    refuse_lossy_replicas,
     require_replayable,
     require_replicable,
     why_inexact,
@@ -23,6 +24,7 @@ from everstep.trainer.checks.training_loop import (
 __all__ = [
     "FirstBatches",
     "LoopChecks",
+    "refuse_lossy_replicas",
     "require_replayable",
     "require_replicable",
     "residual_bytes",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.errors import UnsupportedStateError
+from everstep.errors import OptionError, UnsupportedStateError
 from everstep.link.recordable import replay_refusal
 from everstep.replay import is_elementwise, kind_name
 from everstep.replay.exactness import exactness
 from everstep.state.providers import ModuleProvider, OptimizerProvider, local_optimizer
-from everstep.state.ranks.log_shares import zero_parameter_written_elsewhere
+from everstep.state.ranks.log_shares import (
+    parameter_logged_twice,
+    zero_parameter_written_elsewhere,
+)
 from everstep.state.training_state import State
+from everstep.tiers import PeerOptions, TierOptions
 
 
 def require_replicable(state: State) -> None:
@@ -97,3 +101,36 @@ def why_inexact(state: State) -> str:
     if not elsewhere:
         return ""
     return f"training updates on {elsewhere[0]}, the keeper on the CPU: its bases are not exact"
+
+
+def refuse_lossy_replicas(
+    state: State,
+    peers: PeerOptions | None,
+    tiers: Sequence[TierOptions],
+    log: str = "dense",
+) -> None:
+    """Refuse lossy logs where several ranks may record the same elements of a gradient.
+
+    After a recovery, one rank would continue from lossy gradients and another from exact gradients
+    of the same parameter.
+
+    Raises:
+        OptionError: Several ranks record the same elements, and their log is lossy.
+    """
+    forms = [tier.log for tier in tiers]
+    if peers is not None:
+        forms.append(peers.log)
+    where = 'log="adaptive" in tiers='
+    instead = 'log="whole" in TierOptions and PeerOptions'
+    if log == "adaptive" and state.ranks.world > 1:
+        forms = [log]
+        where = 'log="adaptive"'
+        instead = 'log="dense"'
+    if "adaptive" in forms and (name := parameter_logged_twice(state)):
+        raise OptionError(
+            f"{where}: several ranks may hold the same elements of {name}, each with its own log: "
+            "after a replay of a lossy log their values would differ",
+            rank=state.ranks.rank,
+            hint=f"{instead}; or make every parameter a DTensor on the whole mesh, as "
+            "torch.distributed.tensor.distribute_module(model, mesh) does",
+        )

@@ -326,16 +326,20 @@ def refuse_unaudited(info: RankInfo, options: Options) -> None:
         )
 
 
-def refuse_single_base_with_peer(peers: PeerOptions | None, info: RankInfo, keep: int) -> None:
+def refuse_single_base_with_peer(
+    peers: PeerOptions | None, info: RankInfo, options: Options
+) -> None:
     """Refuse ``keep=1`` for bases on disk with a peer.
 
     A node may be lost while its newest base is being sent to its peer. That base exists nowhere
     else then, and the other ranks would have deleted the previous one.
 
     Raises:
-        OptionError: ``keep`` is 1.
+        OptionError: one base is kept.
     """
-    if peers is not None and len(set(info.nodes)) > 1 and keep < 2:  # the same on all ranks
+    if options.method.in_memory or peers is None:
+        return
+    if len(set(info.nodes)) > 1 and options.keep.newest < 2:  # the same on all ranks
         raise OptionError(
             "keep=1 with a peer: if a node is lost before its peer has the newest base, no base is "
             "left that all ranks can read",

@@ -25,9 +25,10 @@ from everstep.config.method import Method, presets
 from everstep.config.options import Every, LogOptions, Options, validate_options
 from everstep.config.promise import Promise
 from everstep.errors import OptionError
+from everstep.events.stream import parse_listeners
 from everstep.seams.machine import is_in_memory, is_on_network, mounted_as
 from everstep.tiers import PeerOptions
-from everstep.tiers.options import Place, as_options, is_url, split_peers
+from everstep.tiers.options import PEER, Place, as_options, split_peers, survives_machine
 
 _BATCH_STEPS_MAX = 10
 
@@ -56,11 +57,13 @@ def options_of(
     every: int | str | Every | None,
     log: LogOptions | None,
     tiers: Sequence[Place],
+    on_event: object,
     **others: Any,
 ) -> tuple[Options, Sequence[Place]]:
     """Validate the arguments of a Checkpointer, after a promise has chosen some of them.
 
     Args:
+        on_event: function that is called with each event, or several.
         others: further arguments of :func:`~everstep.config.options.validate_options`.
 
     Returns:
@@ -75,7 +78,7 @@ def options_of(
         promise, method, every, log, tiers = found
     method = "lazy" if method is None else method
     options = validate_options(method=method, every=every, log=log, **others)
-    return replace(options, promise=promise), tiers
+    return replace(options, promise=promise, on_event=parse_listeners(on_event)), tiers
 
 
 def promised_options(
@@ -102,8 +105,7 @@ def promised_options(
     """
     chosen = _method_of(promise, method)
     _refuse_contradictions(log)
-    holder, tiers = _holder(promise, run, tiers, logs=chosen.log != "none")
-    promise = replace(promise, holder=holder)
+    promise, tiers = _with_holder(promise, run, tiers, logs=chosen.log != "none")
     named = "logged" if method is None else method
     if chosen.log == "none":
         bases = _bases_every(promise, every)
@@ -157,28 +159,41 @@ def _refuse_contradictions(log: LogOptions | None) -> None:
         )
 
 
-def _holder(
+def _with_holder(
     promise: Promise, run: PurePath, tiers: Sequence[Any], *, logs: bool
-) -> tuple[str, Sequence[Any]]:
-    """Return the place that survives the failure, and the places for copies with what it needs."""
+) -> tuple[Promise, Sequence[Any]]:
+    """Return the promise with the places that survive the failure, and the places for copies with
+    what it needs."""
     kind = mounted_as(run)
     if promise.even_if == "process":
-        return "keeper", tiers
+        return replace(promise, holder="keeper"), tiers
     if promise.even_if == "power" or is_on_network(kind):
         if is_in_memory(kind):
             why = f"{run} is in memory ({kind}), and lost with the machine"
             raise _refusal(promise, why, "put the run folder on a disk")
-        return "disk", tiers
+        return replace(promise, holder="disk"), tiers
     places, peers = split_peers(tiers)
     if any(_is_store(one) for one in places):
         whole = _with_logs(places, _half(promise.steps or 1)) if logs else places
-        return "store", [*whole, *([] if peers is None else [peers])]
+        found = replace(promise, holder="store", places=_surviving(promise, places, peers))
+        return found, [*whole, *([] if peers is None else [peers])]
     if promise.even_if == "node" and (peers is not None or _nodes() > 1):
-        return "peer", [*places, _checked_peers(promise, peers or PeerOptions(), logs=logs)]
+        promise = replace(promise, holder="peer", places=(PEER,))
+        return promise, [*places, _checked_peers(promise, peers or PeerOptions(), logs=logs)]
     where = "" if kind is None else f" ({kind})"
     why = f"{run} is on this machine{where}, and no place for copies survives it"
     hint = 'tiers=["s3://bucket/prefix"]; or a run folder on a network file system'
     raise _refusal(promise, why, hint + "; or several nodes" * (promise.even_if == "node"))
+
+
+def _surviving(
+    promise: Promise, places: Sequence[Any], peers: PeerOptions | None
+) -> tuple[str, ...]:
+    """Return the names of the places with an exact log that survive the failure."""
+    stores = tuple(as_options(one).where for one in places if _is_store(one))
+    # The peers of a rack may die with it.
+    survives = peers is not None and promise.even_if == "node" and peers.log == "whole"
+    return stores + (PEER,) * survives
 
 
 def _checked_peers(promise: Promise, peers: PeerOptions, *, logs: bool) -> PeerOptions:
@@ -195,8 +210,7 @@ def _refusal(promise: Promise, why: str, hint: str) -> OptionError:
 def _is_store(place: Any) -> bool:
     if isinstance(place, PeerOptions) or place == "peer":
         return False
-    where = as_options(place).where
-    return is_url(where) or is_on_network(mounted_as(PurePath(where)))
+    return survives_machine(as_options(place).where)
 
 
 def _with_logs(places: Sequence[Any], steps: int) -> list[Any]:

@@ -11,14 +11,13 @@ from everstep.capture import Lane, UpdateHooks
 from everstep.capture.cuda import DeviceLane
 from everstep.capture.lane import CpuLane
 from everstep.config import Options
-from everstep.errors import OptionError
 from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.link import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
+from everstep.seams import Clock
 from everstep.state.ranks import refuse_divergent_updates
-from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
-from everstep.tiers import PeerOptions, TierOptions
+from everstep.tiers import PeerOptions
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.terms import KeeperTerms
@@ -26,6 +25,7 @@ from everstep.trainer.base import Saver
 from everstep.trainer.budget import check_multistep_budget, free_bytes
 from everstep.trainer.checks import (
     FirstBatches,
+    refuse_lossy_replicas,
     require_replayable,
     require_replicable,
     warn_of_unsaved_residuals,
@@ -39,6 +39,7 @@ from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.footprint import Footprint, print_footprint
 from everstep.trainer.session.promise import safe_steps
 from everstep.trainer.session.replica_bases import ReplicaBases
+from everstep.trainer.session.run_events import RunEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Components:
         source: participant that bases are requested from.
         participants: all participants, in the order in which they handle a step mark: the log
             first, the interval after everything that it measures.
+        events: emits the events of this rank.
         nonfinite: check of recorded gradients; None without a log.
         footprint: expected sizes, and the limits that were announced.
     """
@@ -65,6 +67,7 @@ class Components:
     saver: Saver
     source: BaseSource
     participants: Sequence[Participant]
+    events: RunEvents
     updates: UpdateHooks
     cadence: Cadence
     nonfinite: NonFiniteCheck | None
@@ -90,6 +93,7 @@ class Components:
         # In this order: hooks must not use the lane, and the lane copies into the keeper's memory.
         # If one raises an error, the rest is closed all the same: its threads hold memory.
         with contextlib.ExitStack() as rest:
+            rest.callback(self.events.stream.close)
             rest.callback(self.ring.close)
             rest.callback(self.keepers.close, stay=stay)
             rest.callback(self.lane.close)
@@ -109,8 +113,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     run = place.run
     seams = place.seams
     peers = place.peers
-    if not options.method.in_memory:
-        refuse_single_base_with_peer(peers, state.ranks, options.keep.newest)
+    refuse_single_base_with_peer(peers, state.ranks, options)
     footprint = Footprint.of(options, place, state)
     memory = footprint.memory
     limits = footprint.limits
@@ -118,9 +121,8 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     # After the budgets were checked: a start that they refuse leaves no run folder.
     run_id = place.open_run()
     footprint = _agreed(footprint, options, place)
-    channel = BackgroundChannel(
-        options.on_failure, seams.clock, progress_timeout_s=options.progress_timeout_s
-    )
+    events = RunEvents(options, seams, run, state.ranks.rank)
+    channel = _channel(options, seams.clock, events)
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane(), options.budget.device_bytes)
     # Filled below. The keepers and the saver hold this very list.
@@ -138,7 +140,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     recorder = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
-        _refuse_lossy_replicas(state, peers, place.tiers, options.method.log)
+        refuse_lossy_replicas(state, peers, place.tiers, options.method.log)
         limits = limits.on_disk(
             options,
             options.keep.bases_max + footprint.bounds.beside,
@@ -165,8 +167,8 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         base_bytes=max(1, footprint.shape.size_bytes - footprint.static_bytes),
         limits=limits,
     )
-    safe = safe_steps(context, keepers, saver, recorder, participants)
-    participants += [saver, cadence, *safe, FirstBatches(state)]
+    safe, gate = safe_steps(context, keepers, saver, recorder, participants, place.tiers)
+    participants += [saver, cadence, safe, *gate, FirstBatches(state), events]
     components = Components(
         options=options,
         run=run,
@@ -179,6 +181,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         saver=saver,
         source=source,
         participants=participants,
+        events=events,
         updates=UpdateHooks(refuse_divergent_updates(state, saver.gate)),
         cadence=cadence,
         nonfinite=None if recorder is None else recorder.nonfinite,
@@ -186,7 +189,15 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     )
     warn_of_unsaved_residuals(state)
     print_footprint(footprint, options, place, state, limits, in_process=terms.in_process)
+    events.follow(keepers, participants, safe, state.ranks.world)
     return components
+
+
+def _channel(options: Options, clock: Clock, events: RunEvents) -> BackgroundChannel:
+    timeout_s = options.progress_timeout_s
+    return BackgroundChannel(
+        options.on_failure, clock, progress_timeout_s=timeout_s, events=events.stream
+    )
 
 
 def _agreed(footprint: Footprint, options: Options, place: RunPlace) -> Footprint:
@@ -238,36 +249,3 @@ def _saver_of(
     if context.options.is_scheduled:
         return ScheduledSaver(context, participants, given, parks=footprint.parks)
     return Saver(context, participants)
-
-
-def _refuse_lossy_replicas(
-    state: State,
-    peers: PeerOptions | None,
-    tiers: Sequence[TierOptions],
-    log: str = "dense",
-) -> None:
-    """Refuse lossy logs where several ranks may record the same elements of a gradient.
-
-    After a recovery, one rank would continue from lossy gradients and another from exact gradients
-    of the same parameter.
-
-    Raises:
-        OptionError: Several ranks record the same elements, and their log is lossy.
-    """
-    forms = [tier.log for tier in tiers]
-    if peers is not None:
-        forms.append(peers.log)
-    where = 'log="adaptive" in tiers='
-    instead = 'log="whole" in TierOptions and PeerOptions'
-    if log == "adaptive" and state.ranks.world > 1:
-        forms = [log]
-        where = 'log="adaptive"'
-        instead = 'log="dense"'
-    if "adaptive" in forms and (name := parameter_logged_twice(state)):
-        raise OptionError(
-            f"{where}: several ranks may hold the same elements of {name}, each with its own log: "
-            "after a replay of a lossy log their values would differ",
-            rank=state.ranks.rank,
-            hint=f"{instead}; or make every parameter a DTensor on the whole mesh, as "
-            "torch.distributed.tensor.distribute_module(model, mesh) does",
-        )

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from everstep.errors import DeadlineError
 from everstep.link import Save
 from everstep.seams.filesystem import StallTimer
 from everstep.seams.processes import Condition
+from everstep.tiers import TierOptions
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base import Saver
 from everstep.trainer.log import Recorder
 from everstep.trainer.participant import Participant, RestoredState, TrainingContext
-from everstep.trainer.session.stats import RecoverableSteps
+from everstep.trainer.session.recoverable import RecoverableSteps
 
-_PEERS = -1  # number of the place that the memory of other nodes is
 _POLL_S = 0.005
-_BASES = 64  # bases that may be on their way
 
 
 def safe_steps(
@@ -32,20 +30,25 @@ def safe_steps(
     saver: Saver,
     recorder: Recorder | None,
     participants: Sequence[Participant],
-) -> list[Participant]:
-    """Return what tracks the recoverable steps, and what keeps a promise about them, if there is
-    one."""
-    recoverable = RecoverableSteps(keepers, participants)
+    tiers: Sequence[TierOptions],
+) -> tuple[RecoverableSteps, list[Participant]]:
+    """Return what tracks the recoverable steps, and what keeps a promise about them: one
+    participant, or none without a promise.
+
+    Args:
+        tiers: places for copies, in the order of their numbers.
+    """
+    places = [tier.where for tier in tiers]
+    recoverable = RecoverableSteps(keepers, participants, recorder, places)
     if context.options.promise is None:
-        return [recoverable]
-    return [recoverable, PromiseGate(context, keepers, saver, recorder, recoverable)]
+        return recoverable, []
+    return recoverable, [PromiseGate(context, keepers, saver, recoverable)]
 
 
 class PromiseGate(Participant):
     """Block the end of a step while a failure would cost more than was promised.
 
     Args:
-        recorder: records the log; None if bases alone keep the promise.
         recoverable: steps that survive this process, or its machine.
     """
 
@@ -54,7 +57,6 @@ class PromiseGate(Participant):
         context: TrainingContext,
         keepers: Keepers,
         saver: Saver,
-        recorder: Recorder | None,
         recoverable: RecoverableSteps,
     ) -> None:
         assert context.options.promise is not None
@@ -62,14 +64,10 @@ class PromiseGate(Participant):
         self._promise = context.options.promise
         self._keepers = keepers
         self._saver = saver
-        self._recorder = recorder
-        self._places: dict[int, _Place] = {}
-        # Of the newest bases: number of updates before each that the log does not have.
-        self._holes_before: deque[tuple[int, int]] = deque(maxlen=_BASES)
         self._safe_step: Callable[[], int | None] = {
             "keeper": lambda: recoverable.step,
             "disk": lambda: recoverable.durable_step,
-        }.get(self._promise.holder, self._step_elsewhere)
+        }.get(self._promise.holder, lambda: recoverable.step_in(self._promise.places))
         self._changed = Condition()
         self._lacks_base = self._is_elsewhere
         self._begins_anew = True  # nothing is lost that was trained by an earlier process
@@ -83,8 +81,7 @@ class PromiseGate(Participant):
         return self._promise.holder in ("peer", "store")
 
     def start(self, service: Service) -> None:
-        """Begin with a keeper, which has sent nothing yet, and holds nothing of this training."""
-        self._places = {}
+        """Begin with a keeper, which holds nothing of this training."""
         self._lacks_base = self._is_elsewhere or self._trained_s > 0.0
 
     def restored(self, restored: RestoredState) -> None:
@@ -104,7 +101,6 @@ class PromiseGate(Participant):
     def base_taken(self, save: Save) -> None:
         """Wait for this base, too."""
         self._lacks_base = False
-        self._holes_before.append((save.step, self._holes))
         for done in (save.staged, save.durable):
             done.add_done_callback(lambda _: self._wake())
 
@@ -113,12 +109,11 @@ class PromiseGate(Participant):
         self._wake()
 
     def base_everywhere(self, step: int) -> None:
-        """Note that the base of ``step`` is in the memory of other nodes. Any thread."""
-        self.copied(_PEERS, step, None)
+        """Wake up: a base is in the memory of other nodes. Any thread."""
+        self._wake()
 
     def copied(self, place: int, base: int | None, step: int | None) -> None:
-        """Note a base, or the log up to ``step``, that is in a place. Any thread."""
-        self._places.setdefault(place, _Place()).arrived(base, step)
+        """Wake up: more is in a place. Any thread."""
         self._wake()
 
     def step_done(self, step: int) -> None:
@@ -174,38 +169,6 @@ class PromiseGate(Participant):
             return 0 if self._begins_anew else -1
         return step
 
-    def _step_elsewhere(self) -> int | None:
-        """Return the newest step that a base and the log lead to in one of the other places.
-
-        The log leads there only from a base that is there, and over no update that it lacks.
-        """
-        found: list[int] = []
-        for number, place in list(self._places.items()):
-            if place.base is None:
-                continue
-            found.append(place.base)
-            log = self._keepers.peer_log_step if number == _PEERS else place.log
-            if log is not None and (place.base, self._holes) in self._holes_before:
-                found.append(log)
-        return max(found, default=None)
-
-    @property
-    def _holes(self) -> int:
-        return 0 if self._recorder is None else self._recorder.stats.holes
-
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-
-@dataclass(slots=True)
-class _Place:
-    """Newest base, and newest step of the log, that one place has; None without one."""
-
-    base: int | None = None
-    log: int | None = None
-
-    def arrived(self, base: int | None, log: int | None) -> None:
-        """Note what has arrived."""
-        self.base = self.base if base is None else base
-        self.log = self.log if log is None else log

@@ -144,7 +144,10 @@ class Session:
             participant.restored(restored)
         seconds = self._clock.monotonic_s() - start_s
         found = describe(resumed, seconds, has_data=parts.state.has_data(resumed.base is None))
-        return found if begun is None else begun.told(found)
+        found = found if begun is None else begun.told(found)
+        for participant in parts.participants:
+            participant.recovered(found)
+        return found
 
     def _start_timeline(
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None

@@ -1,18 +1,15 @@
-"""Costs and results of checkpointing (``ckpt.stats()``), and the steps that are recoverable."""
+"""Costs and results of checkpointing (``ckpt.stats()``)."""
 
 from __future__ import annotations
 
 import textwrap
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from everstep.link import Save
-from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.multistep import MultistepReport
-from everstep.trainer.participant import Participant, RestoredState
+from everstep.trainer.participant import Participant
 from everstep.trainer.schedule import ScheduleStats
 
 _LINE_CHARS = 100
@@ -116,6 +113,7 @@ class Stats:
     forecast_bytes_per_day: float | None = None
     schedule: ScheduleStats | None = None
     recoverable_step: int | None = None
+    recoverable_from: dict[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Show the fields that are not zero, empty or unknown."""
@@ -124,7 +122,7 @@ class Stats:
 
 def _shown(value: Any) -> str:
     if is_dataclass(value):
-        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        named = {one.name: getattr(value, one.name) for one in fields(value)}
         shown = {name: one for name, one in named.items() if name == "step" or one}
         inside = ", ".join(f"{name}={_shown(one)}" for name, one in shown.items())
         return f"{type(value).__name__}({inside})"
@@ -172,52 +170,3 @@ def stats_of(step: int, keepers: Keepers, participants: Sequence[Participant]) -
         log_batch_steps=keeper.log_batch_steps or None,
         **figures,
     )
-
-
-# Bases to examine: one may be in flight, and the earlier ones are complete or have failed.
-_RECENT = 4
-
-
-class RecoverableSteps(Participant):
-    """Track the steps that can be restored after a crash of this process, or of the machine."""
-
-    def __init__(self, keepers: Keepers, participants: Sequence[Participant]) -> None:
-        self._keepers = keepers
-        self._participants = participants
-        self._recent: deque[tuple[Keeper | None, Save]] = deque(maxlen=_RECENT)
-        self._restored_from: int | None = None
-
-    def restored(self, restored: RestoredState) -> None:
-        """Begin a new history: earlier captures belong to the previous one."""
-        self._restored_from = restored.on_disk
-        self._recent.clear()
-
-    def base_taken(self, save: Save) -> None:
-        """Add a base that was captured, or requested from the keeper's replica."""
-        self._recent.append((self._keepers.current, save))
-
-    def figures(self) -> Mapping[str, Any]:
-        """Return the newest steps that survive the machine, and this process."""
-        return {"durable_step": self.durable_step, "recoverable_step": self.step}
-
-    @property
-    def durable_step(self) -> int | None:
-        """Newest step on disk; None if unknown."""
-        others = [one.durable_step for one in self._participants if one is not self]
-        return _newest(self._restored_from, self._keepers.stats.durable_step, *others)
-
-    @property
-    def step(self) -> int | None:
-        """Newest step on disk or in the keeper's memory; None if unknown."""
-        keeper = self._keepers.current
-        durable_step = self.durable_step
-        if keeper is None or keeper.pid is None or keeper.lost is not None:
-            return durable_step  # a keeper thread dies with this process
-        reachable = [one.reachable_step for one in self._participants]
-        taken = (save for owner, save in self._recent if owner is keeper)
-        complete = [save.step for save in taken if save.is_staged and not save.is_lost]
-        return _newest(durable_step, *reachable, *complete)
-
-
-def _newest(*steps: int | None) -> int | None:
-    return max((step for step in steps if step is not None), default=None)

@@ -1,0 +1,282 @@
+"""Status of a run from its events: pace, stalls, and what each failure would cost now.
+
+Used by ``everstep watch`` and ``everstep report``. Pure: it is given events, and reads no clock and
+no file.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.events import Event
+from everstep.tiers.options import PEER
+
+DISK = "disk"
+MEMORY = "memory"
+
+_NEAREST = (MEMORY, DISK, PEER)
+_PACE_S = 60.0  # the pace is that of this time
+_ERRORS = ("failure", "base_failed", "notice", "replica_stopped")
+_TOLD_MAX = 200  # errors and recoveries that are kept of each rank
+
+FAILURES: Mapping[str, str] = {
+    "process": "the training process dies",
+    "machine": "the machine dies, not its disk",
+    "node": "a node dies with its disk",
+    "rack": "a rack dies with its disks",
+}
+"""Failures, from the mildest to the worst."""
+
+Survives = Callable[[str, str], bool]
+"""Return True if a place (its name) survives a failure (of :data:`FAILURES`)."""
+
+
+def survivors(off_machine: Callable[[str], bool], *, shared_disk: bool) -> Survives:
+    """Return which places survive which failure.
+
+    Args:
+        off_machine: tells by the name of a place for copies whether it outlives a machine.
+        shared_disk: the run folder is on a network file system.
+    """
+
+    def survives(place: str, failure: str) -> bool:
+        if failure == "process":
+            return True
+        if place == MEMORY:
+            return False
+        if place == DISK:
+            return failure == "machine" or shared_disk
+        if place == PEER:
+            return failure in ("machine", "node")
+        return failure == "machine" or off_machine(place)
+
+    return survives
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Cost of a failure now.
+
+    Attributes:
+        failure: one of :data:`FAILURES`.
+        place: where the state would come from; None if nothing survives.
+        step: step that training would continue from.
+        lost_steps: finished steps that would be trained again.
+        lost_s: training time of these; None if the pace is unknown.
+    """
+
+    failure: str
+    place: str | None
+    step: int
+    lost_steps: int
+    lost_s: float | None
+
+
+@dataclass(slots=True)
+class RankStatus:
+    """Newest events of one rank.
+
+    Attributes:
+        progress: events of progress of the last minute, at least two if there were any.
+        told: last failures, notices and recoveries.
+    """
+
+    started: Event | None = None
+    last: Event | None = None
+    progress: deque[Event] = field(default_factory=deque)
+    told: deque[Event] = field(default_factory=lambda: deque(maxlen=_TOLD_MAX))
+    recovery: Event | None = None
+    durable: dict[str, Event] = field(default_factory=dict)
+    keepers_lost: int = 0
+
+    def add(self, event: Event) -> None:
+        """Add the next event."""
+        self.last = event
+        if event.kind == "started":
+            self.started = event
+            self.progress.clear()
+        elif event.kind == "progress":
+            self.progress.append(event)
+            while len(self.progress) > 2 and event.unix_s - self.progress[1].unix_s >= _PACE_S:
+                self.progress.popleft()
+        elif event.kind == "recovery":
+            self.recovery = event
+            self.progress.clear()
+            self.told.append(event)
+        elif event.kind == "base_durable":
+            self.durable[str(event.details.get("tier"))] = event
+        elif event.kind in _ERRORS:
+            self.told.append(event)
+        elif event.kind == "keeper" and event.details.get("lost"):
+            self.keepers_lost += 1
+            self.told.append(event)
+
+    @property
+    def step(self) -> int:
+        """Newest step that is known."""
+        return 0 if self.last is None else self.last.step
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """Figures of the last progress; empty before the first."""
+        return self.progress[-1].details if self.progress else {}
+
+    def rate_of(self, name: str) -> float | None:
+        """Return the change of a counter per second in the last minute; None if unknown."""
+        first, last = self._span()
+        if first is None or last is None:
+            return None
+        seconds = last.unix_s - first.unix_s
+        before = first.details.get(name)
+        after = last.details.get(name)
+        if seconds <= 0 or before is None or after is None:
+            return None
+        return float(after - before) / seconds
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step in the last minute, with stalls; None if unknown."""
+        first, last = self._span()
+        if first is None or last is None or last.step <= first.step:
+            return self.figures.get("step_s")
+        return (last.unix_s - first.unix_s) / (last.step - first.step)
+
+    @property
+    def stalled(self) -> dict[str, float]:
+        """Share of the last minute that training was delayed, by cause."""
+        first, last = self._span()
+        if first is None or last is None or last.unix_s <= first.unix_s:
+            return {}
+        before = first.details.get("stall_s", {})
+        after = last.details.get("stall_s", {})
+        seconds = last.unix_s - first.unix_s
+        return {name: (value - before.get(name, 0.0)) / seconds for name, value in after.items()}
+
+    @property
+    def steps_by_place(self) -> dict[str, int]:
+        """Newest step that can be restored from each place."""
+        figures = self.figures
+        known = {
+            MEMORY: figures.get("recoverable_step"),
+            DISK: figures.get("durable_step"),
+            **figures.get("recoverable_from", {}),
+        }
+        return {place: step for place, step in known.items() if step is not None}
+
+    def _span(self) -> tuple[Event | None, Event | None]:
+        if len(self.progress) < 2:
+            return None, None
+        return self.progress[0], self.progress[-1]
+
+
+def _distance(place: str) -> tuple[int, str]:
+    near = _NEAREST.index(place) if place in _NEAREST else len(_NEAREST)
+    return near, place
+
+
+class RunStatus:
+    """Status of all ranks of a run.
+
+    Attributes:
+        ranks: status by rank, of the ranks of the newest start.
+    """
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.ranks: dict[int, RankStatus] = {}
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """Add the next event of some rank."""
+        self.ranks.setdefault(event.rank, RankStatus()).add(event)
+
+    @property
+    def active(self) -> list[RankStatus]:
+        """Ranks of the newest timeline: a job may continue with fewer."""
+        newest = max((self._timeline(one) for one in self.ranks.values()), default=0)
+        return [one for one in self.ranks.values() if self._timeline(one) == newest]
+
+    @staticmethod
+    def _timeline(one: RankStatus) -> int:
+        return 0 if one.last is None else one.last.timeline
+
+    @property
+    def timeline(self) -> int:
+        """Newest timeline."""
+        return max((self._timeline(one) for one in self.ranks.values()), default=0)
+
+    @property
+    def step(self) -> int:
+        """Newest step that all ranks have ended."""
+        return min((one.step for one in self.active), default=0)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step, of the slowest rank."""
+        return max((one.step_s for one in self.active if one.step_s is not None), default=None)
+
+    @property
+    def stalled(self) -> dict[str, float]:
+        """Largest share of any rank that training was delayed, by cause."""
+        found: dict[str, float] = {}
+        for one in self.active:
+            for cause, share in one.stalled.items():
+                found[cause] = max(found.get(cause, 0.0), share)
+        return found
+
+    def rate_of(self, name: str) -> float | None:
+        """Return the change of a counter per second, of all ranks together; None if unknown."""
+        rates = [one.rate_of(name) for one in self.active]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
+    def total_of(self, name: str) -> float | None:
+        """Return the sum of a figure over the ranks; None if no rank has it."""
+        known = [value for one in self.active if (value := one.figures.get(name)) is not None]
+        return sum(known) if known else None
+
+    def losses(self, survives: Survives) -> list[Loss]:
+        """Return what each failure would cost; empty before the first progress.
+
+        A step counts for a place if every rank can restore it from there.
+        """
+        ranks = [one for one in self.active if one.progress]
+        if not ranks:
+            return []
+        now = min(one.progress[-1].step for one in ranks)
+        places = set.intersection(*(set(one.steps_by_place) for one in ranks))
+        steps = {place: min(one.steps_by_place[place] for one in ranks) for place in places}
+        found = []
+        for failure in FAILURES:
+            left = {place: step for place, step in steps.items() if survives(place, failure)}
+            # Of places with the same step the nearest one.
+            nearest = sorted(left, key=_distance)
+            place = max(nearest, key=left.__getitem__, default=None)
+            step = 0 if place is None else left[place]
+            lost = max(0, now - step)
+            lost_s = None if self.step_s is None else lost * self.step_s
+            found.append(Loss(failure, place, step, lost, lost_s))
+        return found
+
+    @property
+    def told(self) -> list[Event]:
+        """Failures, notices and recoveries of all ranks, oldest first."""
+        return sorted(
+            (event for one in self.ranks.values() for event in one.told),
+            key=lambda event: event.unix_s,
+        )
+
+    @property
+    def last_unix_s(self) -> float | None:
+        """Time of the newest event of the rank that was silent for longest; None without events."""
+        times = [one.last.unix_s for one in self.active if one.last is not None]
+        return min(times, default=None)
+
+    @property
+    def is_closed(self) -> bool:
+        """True if every rank has ended in order."""
+        last = [one.last for one in self.active if one.last is not None]
+        return bool(last) and all(event.kind == "closed" for event in last)

@@ -1,0 +1,112 @@
+"""The status of a run, from its events: pace, stalls, what each failure would cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.events import Event
+from everstep.look.run_status import FAILURES, Loss, RunStatus, survivors
+
+STORE = "s3://bucket/run"
+LOCAL = "/disk2/copies"
+LOSES = survivors(lambda where: where == STORE, shared_disk=False)
+
+
+def progress(
+    step: int, unix_s: float, *, rank: int = 0, timeline: int = 1, **figures: Any
+) -> Event:
+    found = {"recoverable_step": step, "durable_step": step // 10 * 10, **figures}
+    return Event("progress", unix_s, rank, timeline, step, found)
+
+
+def told(kind: str, unix_s: float, *, rank: int = 0, timeline: int = 1, **details: Any) -> Event:
+    return Event(kind, unix_s, rank, timeline, 0, details)
+
+
+def test_pace_and_stalls_are_those_of_the_last_minute() -> None:
+    stall = [{"gate": 0.0}, {"gate": 30.0, "capture": 0.5}, {"gate": 31.0, "capture": 3.5}]
+    events = [
+        progress(0, 0.0, stall_s=stall[0], written_bytes=0),
+        progress(10, 100.0, stall_s=stall[1], written_bytes=1000),
+        progress(130, 160.0, stall_s=stall[2], written_bytes=7000),
+    ]
+    status = RunStatus(events)
+    assert status.step == 130
+    assert status.step_s == pytest.approx(0.5)
+    assert status.stalled == {"gate": pytest.approx(1 / 60), "capture": pytest.approx(3 / 60)}
+    assert status.rate_of("written_bytes") == pytest.approx(100.0)
+    assert status.rate_of("copied_bytes") is None
+
+
+def test_what_each_failure_would_cost() -> None:
+    places = {"peer": 57, STORE: 40, LOCAL: 58}
+    status = RunStatus(
+        [progress(49, 0.0), progress(59, 20.0, recoverable_step=58, recoverable_from=places)]
+    )
+    assert status.losses(LOSES) == [
+        Loss("process", "memory", 58, 1, 2.0),
+        Loss("machine", LOCAL, 58, 1, 2.0),
+        Loss("node", "peer", 57, 2, 4.0),
+        Loss("rack", STORE, 40, 19, 38.0),
+    ]
+
+
+def test_a_run_on_one_disk_loses_everything_with_it() -> None:
+    losses = {loss.failure: loss for loss in RunStatus([progress(59, 1.0)]).losses(LOSES)}
+    assert losses["machine"] == Loss("machine", "disk", 50, 9, None)
+    for failure in ("node", "rack"):
+        assert losses[failure] == Loss(failure, None, 0, 59, None)
+    shared = survivors(lambda where: False, shared_disk=True)
+    assert [loss.step for loss in RunStatus([progress(59, 1.0)]).losses(shared)] == [59, 50, 50, 50]
+
+
+def test_a_step_counts_if_every_rank_can_restore_it() -> None:
+    ranks = [
+        progress(20, 1.0, rank=0, durable_step=20, recoverable_from={"peer": 20, STORE: 10}),
+        progress(19, 1.0, rank=1, durable_step=10, recoverable_from={"peer": 15}),
+    ]
+    losses = {loss.failure: loss for loss in RunStatus(ranks).losses(LOSES)}
+    assert (losses["process"].step, losses["process"].lost_steps) == (19, 0)
+    assert losses["machine"].step == 15
+    assert losses["rack"].place is None
+
+
+def test_a_job_that_goes_on_with_fewer_ranks() -> None:
+    events = [progress(20, 1.0, rank=rank) for rank in (0, 1)]
+    events += [told("recovery", 2.0, timeline=2), progress(30, 3.0, timeline=2)]
+    status = RunStatus(events)
+    assert (status.timeline, len(status.active), status.step) == (2, 1, 30)
+
+
+def test_before_the_first_progress_nothing_is_claimed() -> None:
+    status = RunStatus([told("started", 1.0, timeline=0, method="lazy")])
+    assert (status.losses(LOSES), status.step_s, status.stalled) == ([], None, {})
+    assert RunStatus().losses(LOSES) == []
+
+
+def test_failures_and_recoveries_are_listed_by_time() -> None:
+    events = [
+        told("failure", 3.0, rank=1, message="disk"),
+        told("recovery", 1.0, source="disk"),
+        told("keeper", 2.0, lost="killed"),
+        told("keeper", 0.5, lost=None),
+    ]
+    status = RunStatus(sorted(events, key=lambda event: event.unix_s))
+    assert [event.kind for event in status.told] == ["recovery", "keeper", "failure"]
+    assert sum(one.keepers_lost for one in status.ranks.values()) == 1
+
+
+def test_the_end_and_silence() -> None:
+    status = RunStatus([progress(20, 5.0, rank=rank) for rank in (0, 1)])
+    status.add(told("closed", 6.0, rank=0))
+    assert (status.is_closed, status.last_unix_s) == (False, 5.0)
+    status.add(told("closed", 7.0, rank=1))
+    assert (status.is_closed, status.last_unix_s) == (True, 6.0)
+
+
+def test_worse_failures_leave_less() -> None:
+    for place in ("memory", "disk", "peer", STORE, LOCAL):
+        left = [LOSES(place, failure) for failure in FAILURES]
+        assert left == sorted(left, reverse=True)
