@@ -13,6 +13,7 @@
 ``ps``          lists the keeper processes of this user; in the same module ``stop`` ends them
 ``doctor``      checks this machine
 ``plan``        computes intervals and schedules from models, without measurements
+``simulate``    simulates a long run with failures, for each method
 ``demo``        trains, is killed, resumes, compares every bit
 
 ``common`` holds shared code: ``errors``, ``output``, ``runs``, ``log``.
@@ -55,6 +56,7 @@ from everstep.cli.ps import ps, stop
 from everstep.cli.report import report
 from everstep.cli.restore import restore
 from everstep.cli.rm import rm
+from everstep.cli.simulate import simulate
 from everstep.cli.verify import verify
 from everstep.cli.watch import watch
 from everstep.config.options import DISABLE_VARIABLE
@@ -156,6 +158,7 @@ _VERBS: dict[str, Callable[..., None]] = {
     "ps": ps,
     "stop": stop,
     "doctor": doctor,
+    "simulate": simulate,
     "demo": demo,
 }
 for _name, _verb in _VERBS.items():

@@ -12,10 +12,11 @@ import typer
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.output import console, count_of, in_words, say
 from everstep.cli.common.runs import RUN_ARGUMENT, absolute, open_run, reading
-from everstep.errors import StorageError
+from everstep.cli.plan.schedule_output import check_target
 from everstep.events import read_events
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import progress
+from everstep.tiers import storage_errors
 
 if TYPE_CHECKING:
     from everstep.run.scan import Inventory
@@ -40,6 +41,8 @@ def report(
     """
     from everstep.report import RunReport, page_of
 
+    target = absolute(out or Path("everstep-report.html"))
+    check_target(target)
     filesystem = PosixFileSystem()
     inventory = open_run(filesystem, run)
     with reading(inventory.path):
@@ -47,12 +50,8 @@ def report(
     verdicts = _verdicts(filesystem, inventory) if verify else None
     made = RunReport.of(events, inventory, verdicts)
     page = page_of(made, time.time()).encode()
-    target = absolute(out or Path("everstep-report.html"))
-    try:
+    with storage_errors("write the report", target):
         Path(target).write_bytes(page)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise StorageError(f"could not write {target}: {why}", path=target) from error
     damaged = [key for key, verdict in (verdicts or {}).items() if verdict != "good"]
     if json_output:
         emit(

@@ -39,8 +39,8 @@ from everstep.tiers import options as tier_options
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.trainer.checks import refuse_lossy_replicas
 from everstep.trainer.job import job as job_module
-from everstep.trainer.session.components import _refuse_lossy_replicas
 from tests.support.copying import contents, put, wait_for
 from tests.support.log.copies import ON_DISK, copy_log, until
 from tests.support.log.every_step import World, opened, run_steps
@@ -345,15 +345,15 @@ def test_a_lossy_log_is_refused_where_replicas_would_part(
         places = [TierOptions("/copies", log="adaptive")]
         if who:
             with pytest.raises(OptionError, match="would differ"):
-                _refuse_lossy_replicas(state, None, places)
+                refuse_lossy_replicas(state, None, places)
             with pytest.raises(OptionError, match="would differ"):
-                _refuse_lossy_replicas(state, PeerOptions(log="adaptive"), [])
+                refuse_lossy_replicas(state, PeerOptions(log="adaptive"), [])
             with pytest.raises(OptionError, match="would differ"):
-                _refuse_lossy_replicas(state, None, [], log="adaptive")
+                refuse_lossy_replicas(state, None, [], log="adaptive")
         else:
-            _refuse_lossy_replicas(state, None, places)
-            _refuse_lossy_replicas(state, None, [], log="adaptive")
-        _refuse_lossy_replicas(state, PeerOptions(), [TierOptions("/copies", log="whole")])
+            refuse_lossy_replicas(state, None, places)
+            refuse_lossy_replicas(state, None, [], log="adaptive")
+        refuse_lossy_replicas(state, PeerOptions(), [TierOptions("/copies", log="whole")])
 
 
 @pytest.mark.parametrize("lost", [(1,), (0, 1)], ids=["one disk", "both disks"])

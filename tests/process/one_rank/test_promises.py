@@ -21,11 +21,13 @@ import hashlib, json, os, signal, sys, time
 import torch
 import everstep
 from everstep.link.registry import kill_keeper, list_keepers
+from everstep.tiers import options as tier_options
 from everstep.trainer.job import promised
 
 run, options, kill_at, with_keeper = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:5])
 # A directory stands for a network file system.
-promised.mounted_as = lambda path: "nfs4" if "store" in str(path) else "ext4"
+for module in (promised, tier_options):
+    module.mounted_as = lambda path: "nfs4" if "store" in str(path) else "ext4"
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(), torch.nn.Linear(32, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

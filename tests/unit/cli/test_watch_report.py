@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import document, invoke
-from tests.support.eventful import events_of_two_lives, train, write_events
+from tests.support.log.eventful import events_of_two_lives, train, write_events
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
@@ -103,7 +103,7 @@ def test_report_with_damage(run: Path, tmp_path: Path) -> None:
 def test_report_where_it_cannot_be_written(run: Path, tmp_path: Path) -> None:
     result = invoke("report", run, "--out", tmp_path / "missing" / "page.html")
     assert result.exit_code == 4
-    assert "could not write" in result.output
+    assert "could not write the report" in result.output
 
 
 def test_disk_usage_names_the_event_log(run: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.report import RunReport, page_of
 from everstep.run.scan import Inventory
-from tests.support.eventful import BEGIN_S, events_of_two_lives
+from tests.support.log.eventful import BEGIN_S, events_of_two_lives
 
 
 @pytest.fixture
