@@ -10,9 +10,9 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.config import EventListeners, Every, FailurePolicy, KeeperOptions, named
 from everstep.config.keep import KeepPolicy
@@ -57,6 +57,7 @@ from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
 from everstep.trainer.session.session import Session
 from everstep.trainer.session.stats import Stats
 
+_Result = TypeVar("_Result")
 _live = weakref.WeakValueDictionary[tuple[PurePath, int], "Checkpointer"]()
 
 
@@ -404,6 +405,38 @@ class Checkpointer:
         """
         self._check_open()
         return self._session.save(checked_metrics(metrics), checked_note(note))
+
+    @named("audited", fraction=float)
+    def audited(self, compute: Callable[[], _Result], *, fraction: float = 0.001) -> _Result:
+        """Run forward and backward, of a fraction of the steps twice, and compare the gradients.
+
+        Finds a processor or accelerator that computes wrongly, where the program is deterministic::
+
+            loss = ckpt.audited(lambda: forward_and_backward(batch))
+            optimizer.step()
+
+        In a sampled step ``compute`` is called a second time, with the same random numbers, buffers
+        and gradients. If any bit of any gradient differs, a third time: training goes on with the
+        gradients that two of three agree on, and the difference is reported as a failure. If all
+        three differ, the program is not deterministic: it is warned, and audited no more.
+
+        Args:
+            compute: runs forward and backward of one step or microbatch, and nothing else: no
+                optimizer, no ``zero_grad()``, no batch taken from a loader. With several ranks all
+                of them call it at the same steps; the same steps are sampled on all.
+            fraction: fraction of the steps that are sampled, from 0 to 1.
+
+        Returns:
+            The result of the first call of ``compute``.
+
+        Raises:
+            AuditError: Gradients differ, and the failure policy is to raise. Names step, rank and
+                tensors.
+        """
+        self._check_open()
+        if not 0 <= fraction <= 1:
+            raise OptionError(f"audited(fraction={fraction!r}) must be from 0 to 1")
+        return self._session.audited(compute, fraction)
 
     def before_update(self) -> None:
         """Announce a change of the state that no ``optimizer.step()`` makes.

@@ -52,11 +52,11 @@ from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
 from everstep.cli.pin import pin
 from everstep.cli.plan.interval import app as _plan
+from everstep.cli.plan.simulate import simulate
 from everstep.cli.ps import ps, stop
 from everstep.cli.report import report
 from everstep.cli.restore import restore
 from everstep.cli.rm import rm
-from everstep.cli.simulate import simulate
 from everstep.cli.verify import verify
 from everstep.cli.watch import watch
 from everstep.config.options import DISABLE_VARIABLE

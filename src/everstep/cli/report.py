@@ -41,7 +41,7 @@ def report(
     """
     from everstep.report import RunReport, page_of
 
-    target = absolute(out or Path("everstep-report.html"))
+    target = Path(absolute(out or Path("everstep-report.html")))
     check_target(target)
     filesystem = PosixFileSystem()
     inventory = open_run(filesystem, run)
@@ -51,7 +51,7 @@ def report(
     made = RunReport.of(events, inventory, verdicts)
     page = page_of(made, time.time()).encode()
     with storage_errors("write the report", target):
-        Path(target).write_bytes(page)
+        target.write_bytes(page)
     damaged = [key for key, verdict in (verdicts or {}).items() if verdict != "good"]
     if json_output:
         emit(

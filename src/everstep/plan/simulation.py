@@ -104,7 +104,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is trained. Bytes are those of the whole job.
+    """Training to simulate. Bytes are those of the whole job.
 
     Attributes:
         state_bytes: state that a base holds.
@@ -454,7 +454,7 @@ class _Tier:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where training continues: the step, and the time to get there."""
+    """Step from which training continues, and the time to get there."""
 
     step: float
     seconds: float

@@ -34,7 +34,9 @@ def test_one_method_as_a_document() -> None:
 
 
 def test_a_log_that_does_not_fit_is_mentioned() -> None:
-    shown = invoke(*SMALL, "--method", "logged+peer+store", "--store-bw", "1GB/s", columns=250)
+    shown = invoke(
+        *SMALL, "--method", "logged+peer+store", "--bandwidth", "store=1GB/s", columns=250
+    )
     assert "without a log in: store (larger than its link takes)" in shown.output
 
 
@@ -44,6 +46,7 @@ def test_a_log_that_does_not_fit_is_mentioned() -> None:
         (("--method", "magic"), "no scheme 'magic' to simulate"),
         (("--mtbf", "fire=1h"), "'fire' fails every"),
         (("--mtbf", "node=soon"), "--mtbf node="),
+        (("--bandwidth", "tape=1GB/s"), "no bandwidth 'tape'"),
         (("--days", 0), "--days 0"),
         (("--state", "big"), "--state"),
     ],

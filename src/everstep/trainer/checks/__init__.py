@@ -5,6 +5,7 @@ Runs in the training process. The modules are independent of each other:
 - ``keeper_replay``: refuses states whose updates a keeper cannot repeat.
 - ``training_loop``: warns of optimizers, schedulers and compressors that are not part of the state,
   and when ``ckpt.step()`` is called before the step is complete.
+- ``recompute``: computes gradients of sampled steps again, and compares them.
 - ``first_batches``: warns of lost data and random numbers after a resume.
 """
 

@@ -6,10 +6,10 @@ look at the run folder. It only counts steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from everstep.config.options import DISABLE_VARIABLE
 from everstep.errors import RecoveryError
@@ -25,6 +25,8 @@ from everstep.trainer.session.stats import Stats
 
 if TYPE_CHECKING:
     from everstep.convert.initial import InitialState
+
+_Result = TypeVar("_Result")
 
 
 class DisabledSession:
@@ -103,6 +105,10 @@ class DisabledSession:
         complete(save.staged, None)
         complete(save.durable, 0)
         return save
+
+    def audited(self, compute: Callable[[], _Result], fraction: float) -> _Result:
+        """Compute the gradients; nothing is audited."""
+        return compute()
 
     def wait(self, timeout_s: float | None) -> None:
         """Return at once: there is nothing to wait for."""

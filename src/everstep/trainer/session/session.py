@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from everstep.commit import BaseId
 from everstep.commit.job import COORDINATOR
@@ -39,7 +39,7 @@ from everstep.trainer.job import RunPlace, seams_with_copies
 from everstep.trainer.participant import BaseRequest, Mark, RestoredState
 from everstep.trainer.session.calls import CallGuard
 from everstep.trainer.session.components import Components, build_components
-from everstep.trainer.session.preemption import PreemptionHandler
+from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
 from everstep.trainer.session.start import RunStarter
 from everstep.trainer.session.state_watch import Position, StateWatch
 from everstep.trainer.session.stats import Stats, stats_of
@@ -47,8 +47,10 @@ from everstep.trainer.session.step_consensus import StepConsensus
 
 if TYPE_CHECKING:
     from everstep.convert.initial import InitialState
+    from everstep.trainer.checks.recompute import RecomputeAudit
 
 _log = logging.getLogger("everstep")
+_Result = TypeVar("_Result")
 
 
 class Session:
@@ -100,6 +102,7 @@ class Session:
         self._at_exit: Callable[[], None] | None = None
         self._last: Save | None = None  # taken by close()
         self._annotations: Annotations | None = None  # the last ones
+        self._audit: RecomputeAudit | None = None
         preemption.install()
         self.is_open = True
 
@@ -260,6 +263,18 @@ class Session:
         self._base_due = postponed and self.is_alone
         if not postponed:
             self.take(survey, show=False, in_memory=in_memory, needed=needed)
+
+    def audited(self, compute: Callable[[], _Result], fraction: float) -> _Result:
+        """Compute the gradients of the step in progress, of sampled steps twice."""
+        if self._audit is None:
+            # Imported when it is used.
+            from everstep.trainer.checks.recompute import RecomputeAudit
+
+            parts = self.parts
+            self._audit = RecomputeAudit(
+                parts.state, parts.channel, parts.run_id, rank_vote(), parts.saver.gate
+            )
+        return self._audit.run(compute, self.at.step + 1, fraction)
 
     # --- Bases --------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from everstep.cli.common.output import (
     table,
 )
 from everstep.cli.plan.schedule_output import check_picture
+from everstep.config.given import one_of
 from everstep.errors import OptionError
 from everstep.tiers import storage_errors
 
@@ -32,39 +33,50 @@ if TYPE_CHECKING:
 _DAY_S = 86_400.0
 _DAYS_MAX = 3650.0
 _DPI = 120
+_BANDWIDTHS = ("link", "peer", "disk", "store", "replay")
+
+
+_Methods = Annotated[
+    list[str] | None, typer.Option(help="Only this method; may be repeated. Default: all.")
+]
+_Every = Annotated[
+    int | None,
+    typer.Option(min=1, help="Steps between two bases [default: the best of each method]."),
+]
+_Failures = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Mean time between failures of one kind in the whole job, like node=4h; process, "
+        "node and rack. Default: as often for each accelerator as in Llama 3's training."
+    ),
+]
+_Bandwidths = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Like store=1TB/s, of the whole job; link=20GB/s, of an accelerator to host memory; "
+        "peer=10GB/s and disk=4GB/s, of a node."
+    ),
+]
+_Picture = Annotated[
+    Path | None, typer.Option(help="Also draw where the time went: FILE.png or FILE.svg.")
+]
 
 
 def simulate(
     gpus: Annotated[int, typer.Option(min=1, help="Accelerators of the job.")] = 16_000,
     days: Annotated[float, typer.Option(help="Days to simulate.")] = 54.0,
-    method: Annotated[
-        list[str] | None, typer.Option(help="Only this method; may be repeated. Default: all.")
-    ] = None,
-    every: Annotated[
-        int | None,
-        typer.Option(min=1, help="Steps between two bases [default: the best of each method]."),
-    ] = None,
+    method: _Methods = None,
+    every: _Every = None,
     state: Annotated[str, typer.Option(help="State of the whole job, like 5.7TB.")] = "5.67TB",
     gradients: Annotated[str, typer.Option(help="Gradients of a step, of the job.")] = "1.62TB",
     step_s: Annotated[str, typer.Option(help="Duration of a step, like 6s or 900ms.")] = "6s",
-    mtbf: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Mean time between failures of one kind in the whole job, like node=4h; process, "
-            "node and rack. Default: as often for each accelerator as in Llama 3's training."
-        ),
-    ] = None,
+    mtbf: _Failures = None,
     restart: Annotated[str, typer.Option(help="From a failure until all could read.")] = "5min",
     node: Annotated[int, typer.Option(min=1, help="Accelerators of a node.")] = 8,
     rack: Annotated[int, typer.Option(min=1, help="Nodes that fail together.")] = 2,
-    link_bw: Annotated[str, typer.Option(help="Accelerator to host memory, each.")] = "20GB/s",
-    peer_bw: Annotated[str, typer.Option(help="Between nodes, each.")] = "10GB/s",
-    disk_bw: Annotated[str, typer.Option(help="Disk of a node.")] = "4GB/s",
-    store_bw: Annotated[str, typer.Option(help="Store, of the whole job.")] = "200GB/s",
+    bandwidth: _Bandwidths = None,
     seed: Annotated[int, typer.Option(help="Seed of the failures.")] = 0,
-    picture: Annotated[
-        Path | None, typer.Option(help="Also draw where the time went: FILE.png or FILE.svg.")
-    ] = None,
+    picture: _Picture = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Simulates a long training run with failures, with each way to take checkpoints.
@@ -85,11 +97,8 @@ def simulate(
         gpus_per_node=node,
         nodes_per_rack=rack,
         restart_s=parse_seconds("--restart", restart),
-        link_bytes_per_s=parse_bytes_per_s("--link-bw", link_bw),
-        peer_bytes_per_s=parse_bytes_per_s("--peer-bw", peer_bw),
-        disk_bytes_per_s=parse_bytes_per_s("--disk-bw", disk_bw),
-        store_bytes_per_s=parse_bytes_per_s("--store-bw", store_bw),
         mtbf_s=None if mtbf is None else dict(map(_failure, mtbf)),
+        **dict(map(_bandwidth, bandwidth or ())),
     )
     training = Training(
         parse_bytes("--state", state),
@@ -109,6 +118,12 @@ def simulate(
 def _failure(text: str) -> tuple[str, float]:
     kind, _, seconds = text.partition("=")
     return kind, parse_seconds(f"--mtbf {kind}=", seconds)
+
+
+def _bandwidth(text: str) -> tuple[str, Any]:
+    kind, _, bytes_per_s = text.partition("=")
+    one_of("bandwidth", kind, _BANDWIDTHS)
+    return f"{kind}_bytes_per_s", parse_bytes_per_s(f"--bandwidth {kind}=", bytes_per_s)
 
 
 def _document(
