@@ -11,7 +11,7 @@ import typer
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.output import console, count_of, in_words, say
-from everstep.cli.common.runs import RUN_ARGUMENT, absolute, open_run, reading
+from everstep.cli.common.runs import RUN_ARGUMENT, absolute, checked_path, open_run, reading
 from everstep.cli.plan.schedule_output import check_target
 from everstep.events import read_events
 from everstep.seams import PosixFileSystem
@@ -26,7 +26,10 @@ def report(
     run: Annotated[str, RUN_ARGUMENT],
     out: Annotated[
         Path | None,
-        typer.Option(help="File to write; without it everstep-report.html in this folder."),
+        typer.Option(
+            callback=checked_path,
+            help="File to write; without it everstep-report.html in this folder.",
+        ),
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all bases back, and show which are good.")

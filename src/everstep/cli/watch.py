@@ -32,7 +32,7 @@ from everstep.events.log import EVENTS_DIR, EventFollower
 from everstep.seams import PosixFileSystem
 
 if TYPE_CHECKING:
-    from everstep.look.run_status import Loss, RunStatus, Survives
+    from everstep.look.run_status import Loss, RunStatus, Survival
 
 _SILENT_S = 30.0  # after which a run is shown as silent
 _LINES_MAX = 6
@@ -88,14 +88,12 @@ class _View:
     """
 
     def __init__(self, path: PurePath) -> None:
-        from everstep.look.run_status import RunStatus, survivors
-        from everstep.seams.machine import is_on_network, mounted_as
-        from everstep.tiers.options import survives_machine
+        from everstep.look.run_status import RunStatus, survival
+        from everstep.tiers.options import survival_of
 
         self.path = path
         self.status: RunStatus = RunStatus()
-        shared = is_on_network(mounted_as(path))
-        self._survives: Survives = survivors(survives_machine, shared_disk=shared)
+        self._survival: Survival = survival(survival_of, str(path))
         self._follower = EventFollower(path)
         self.update()
         if not self.status.ranks:
@@ -113,7 +111,7 @@ class _View:
 
     @property
     def losses(self) -> list[Loss]:
-        return self.status.losses(self._survives)
+        return self.status.losses(self._survival)
 
     def state(self, now_s: float) -> str:
         """Return ``"training"``, ``"silent for 40 s"`` or ``"ended"``."""

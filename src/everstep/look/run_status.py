@@ -29,31 +29,26 @@ FAILURES: Mapping[str, str] = {
     "rack": "a rack dies with its disks",
 }
 """Failures, from the mildest to the worst."""
+_ORDER = tuple(FAILURES)
 
-Survives = Callable[[str, str], bool]
-"""Return True if a place (its name) survives a failure (of :data:`FAILURES`)."""
+Survival = Callable[[str], str]
+"""Return the worst failure (of :data:`FAILURES`) that a place, by its name, survives."""
 
 
-def survivors(off_machine: Callable[[str], bool], *, shared_disk: bool) -> Survives:
-    """Return which places survive which failure.
+def survival(of_places: Survival, run: str) -> Survival:
+    """Return the worst failure that each place survives, the run folder and memory included.
 
     Args:
-        off_machine: tells by the name of a place for copies whether it outlives a machine.
-        shared_disk: the run folder is on a network file system.
+        of_places: the same for places for copies, and for the run folder by its path.
+        run: path of the run folder.
     """
 
-    def survives(place: str, failure: str) -> bool:
-        if failure == "process":
-            return True
-        if place == MEMORY:
-            return False
+    def worst(place: str) -> str:
         if place == DISK:
-            return failure == "machine" or shared_disk
-        if place == PEER:
-            return failure in ("machine", "node")
-        return failure == "machine" or off_machine(place)
+            return of_places(run)
+        return {MEMORY: "process", PEER: "node"}.get(place) or of_places(place)
 
-    return survives
+    return worst
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +233,7 @@ class RunStatus:
         known = [value for one in self.active if (value := one.figures.get(name)) is not None]
         return sum(known) if known else None
 
-    def losses(self, survives: Survives) -> list[Loss]:
+    def losses(self, survival_of: Survival) -> list[Loss]:
         """Return what each failure would cost; empty before the first progress.
 
         A step counts for a place if every rank can restore it from there.
@@ -249,9 +244,10 @@ class RunStatus:
         now = min(one.progress[-1].step for one in ranks)
         places = set.intersection(*(set(one.steps_by_place) for one in ranks))
         steps = {place: min(one.steps_by_place[place] for one in ranks) for place in places}
+        survived = {place: _ORDER.index(survival_of(place)) for place in steps}
         found = []
-        for failure in FAILURES:
-            left = {place: step for place, step in steps.items() if survives(place, failure)}
+        for number, failure in enumerate(_ORDER):
+            left = {place: step for place, step in steps.items() if survived[place] >= number}
             # Of places with the same step the nearest one.
             nearest = sorted(left, key=_distance)
             place = max(nearest, key=left.__getitem__, default=None)

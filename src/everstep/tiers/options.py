@@ -19,7 +19,7 @@ from everstep.config import is_int, is_number
 from everstep.config.given import checked, is_sequence
 from everstep.errors import OptionError, UnavailableError
 from everstep.seams import Clock, FileSystem
-from everstep.seams.machine import is_on_network, mounted_as
+from everstep.seams.machine import is_in_memory, is_on_network, mounted_as
 from everstep.tiers.contract import Tier
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.object import ObjectTier
@@ -228,10 +228,17 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
-def survives_machine(where: str) -> bool:
-    """Return True if a place for copies outlives this machine and its disks: a store, or a
-    directory on a network file system."""
-    return is_url(where) or is_on_network(mounted_as(PurePath(where)))
+def survival_of(where: str) -> str:
+    """Return the worst failure that a place for copies, or a run folder, survives: ``"rack"`` (a
+    store, or a directory on a network file system), ``"machine"`` (a local disk, which is lost with
+    its node), or ``"process"`` (a directory in memory).
+    """
+    if is_url(where):
+        return "rack"
+    kind = mounted_as(PurePath(where))
+    if is_on_network(kind):
+        return "rack"
+    return "process" if is_in_memory(kind) else "machine"
 
 
 def _name_of_class(tier: Tier) -> str:

@@ -22,6 +22,7 @@ from everstep.cli.common.output import (
     seconds_in_words,
     table,
 )
+from everstep.cli.common.runs import checked_path
 from everstep.cli.plan.schedule_output import check_picture
 from everstep.config.given import one_of
 from everstep.errors import OptionError
@@ -58,7 +59,10 @@ _Bandwidths = Annotated[
     ),
 ]
 _Picture = Annotated[
-    Path | None, typer.Option(help="Also draw where the time went: FILE.png or FILE.svg.")
+    Path | None,
+    typer.Option(
+        callback=checked_path, help="Also draw where the time went: FILE.png or FILE.svg."
+    ),
 ]
 
 

@@ -28,7 +28,7 @@ from everstep.errors import OptionError
 from everstep.events.stream import parse_listeners
 from everstep.seams.machine import is_in_memory, is_on_network, mounted_as
 from everstep.tiers import PeerOptions
-from everstep.tiers.options import PEER, Place, as_options, split_peers, survives_machine
+from everstep.tiers.options import PEER, Place, as_options, split_peers, survival_of
 
 _BATCH_STEPS_MAX = 10
 
@@ -210,7 +210,7 @@ def _refusal(promise: Promise, why: str, hint: str) -> OptionError:
 def _is_store(place: Any) -> bool:
     if isinstance(place, PeerOptions) or place == "peer":
         return False
-    return survives_machine(as_options(place).where)
+    return survival_of(as_options(place).where) == "rack"
 
 
 def _with_logs(places: Sequence[Any], steps: int) -> list[Any]:
