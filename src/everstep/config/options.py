@@ -415,6 +415,8 @@ class Options:
     log: LogOptions = field(default_factory=LogOptions)
     promise: Promise | None = None
     on_event: tuple[Listener, ...] = ()
+    is_auto: bool = False
+    predicted: float | None = None
 
     @property
     def has_replica(self) -> bool:

@@ -100,19 +100,24 @@ class EventLog:
 
 
 def read_events(
-    run: str | os.PathLike[str], *, rank: int | None = None, filesystem: FileSystem | None = None
+    run: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    newest: int | None = None,
+    filesystem: FileSystem | None = None,
 ) -> list[Event]:
     """Return the events of a run in the order of their times; none if it has no event log.
 
     Args:
         run: run folder.
         rank: rank whose events are wanted; None for all.
+        newest: number of newest timelines to read; None for all.
         filesystem: where the folder is; None: this machine.
 
     Raises:
         OSError: a file cannot be read.
     """
-    return EventFollower(run, rank=rank, filesystem=filesystem).read()
+    return EventFollower(run, rank=rank, newest=newest, filesystem=filesystem).read()
 
 
 class EventFollower:
@@ -121,6 +126,7 @@ class EventFollower:
     Args:
         run: run folder.
         rank: rank whose events are wanted; None for all.
+        newest: number of newest timelines to read; None for all.
         filesystem: where the folder is; None: this machine.
     """
 
@@ -129,10 +135,12 @@ class EventFollower:
         run: str | os.PathLike[str],
         *,
         rank: int | None = None,
+        newest: int | None = None,
         filesystem: FileSystem | None = None,
     ) -> None:
         self._run = PurePath(run)
         self._rank = rank
+        self._newest = newest
         self._filesystem = PosixFileSystem() if filesystem is None else filesystem
         # By the first line, which tells a file whatever its name: a large one is renamed.
         self._offsets: dict[bytes, int] = {}
@@ -167,16 +175,15 @@ class EventFollower:
     def _files(self) -> Iterator[PurePath]:
         folder = self._run / EVENTS_DIR
         try:
-            timelines = self._filesystem.scan(folder)
+            names = [entry.name for entry in self._filesystem.scan(folder)]
         except FileNotFoundError:
             return
-        for timeline in timelines:
-            if parse_timeline(timeline.name) is None:
-                continue
-            for file in self._filesystem.scan(folder / timeline.name):
+        timelines = sorted((n, name) for name in names if (n := parse_timeline(name)) is not None)
+        for _, name in timelines[-(self._newest or 0) :]:
+            for file in self._filesystem.scan(folder / name):
                 match = _RANK.fullmatch(file.name)
                 if match is not None and self._rank in (None, int(match[1])):
-                    yield folder / timeline.name / file.name
+                    yield folder / name / file.name
 
 
 def _read(file: ReadFile, offset: int, size_bytes: int) -> bytes:

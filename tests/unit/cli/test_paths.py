@@ -37,6 +37,7 @@ NAMING: dict[str, Words] = {
     "stop": lambda _, path: ["stop", path],
     "doctor": lambda _, path: ["doctor", path],
     "doctor, below": lambda _, path: ["doctor", f"none/{path}"],
+    "plan auto": lambda _, path: ["plan", "auto", path],
     "plan": lambda _, path: ["plan", "schedule", "--model", f"{path}:factory"],
     "plan --picture": lambda _, path: ["plan", "schedule", "--model", "x", "--picture", path],
     "demo": lambda _, path: ["demo", "--quick", "--run", path],

@@ -17,6 +17,7 @@ from everstep.cli.common.output import (
     seconds_in_words,
     table,
 )
+from everstep.cli.plan.auto import auto
 from everstep.cli.plan.multistep import multistep
 from everstep.cli.plan.schedule import schedule
 from everstep.plan.interval import (
@@ -47,6 +48,7 @@ def _group() -> None:
     pass
 
 
+app.command()(auto)
 app.command()(multistep)
 app.command()(schedule)
 

@@ -7,7 +7,7 @@ Runs in the training process. Read in this order:
 - ``run_folder``: opens the run folders of all ranks as the same run, with the same options; decides
   which node's memory holds whose copies.
 - ``memory``: bases that only the memory of keepers has: those of frozen replicas of all ranks.
-- ``promised``: the options of a process; those that keep a promise.
+- ``promised``: the options of a process; those that keep a promise, or follow measurements.
 """
 
 from everstep.trainer.job.job import Job
@@ -21,7 +21,7 @@ from everstep.trainer.job.place import (
     with_log_in_store,
     with_source,
 )
-from everstep.trainer.job.promised import options_of
+from everstep.trainer.job.promised import options_of, with_chosen_method
 from everstep.trainer.job.run_folder import memory_notice, peer_notice
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "refuse_single_base_with_peer",
     "resume_as_job_of_one",
     "seams_with_copies",
+    "with_chosen_method",
     "with_log_in_store",
     "with_source",
 ]

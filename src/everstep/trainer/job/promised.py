@@ -1,4 +1,5 @@
-"""Chooses the options that keep a promise (``lose_at_most=``, ``even_if=``).
+"""Chooses the options that keep a promise (``lose_at_most=``, ``even_if=``), and the method of
+``method="auto"``.
 
 A step is safe from a failure when the log leads to it, or a base of it is there, in a place that
 survives the failure:
@@ -15,6 +16,8 @@ A run folder on a network file system counts as a store.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,13 +27,30 @@ from typing import Any, NamedTuple
 from everstep.config.method import Method, presets
 from everstep.config.options import Every, LogOptions, Options, validate_options
 from everstep.config.promise import Promise
-from everstep.errors import OptionError
+from everstep.errors import EverstepError, OptionError
+from everstep.events import read_events
 from everstep.events.stream import parse_listeners
-from everstep.seams.machine import is_in_memory, is_on_network, mounted_as
+from everstep.link.recordable import refuse_optimizers
+from everstep.plan.auto import FIRST, Observed, choose
+from everstep.seams.machine import (
+    is_in_memory,
+    is_on_network,
+    memory_available_bytes,
+    mounted_as,
+)
+from everstep.seams.progress import log_or_print
+from everstep.state.training_state import State
 from everstep.tiers import PeerOptions
 from everstep.tiers.options import PEER, Place, as_options, split_peers, survival_of
+from everstep.trainer.job.place import RunPlace
 
 _BATCH_STEPS_MAX = 10
+
+
+AUTO = "auto"
+"""Name of the method that is chosen at each start from what was measured."""
+_TIMELINES_MAX = 30  # of which "auto" reads measurements
+_EVERY = 100  # default of Checkpointer(every=), which "auto" replaces by its own
 
 
 class PromisedOptions(NamedTuple):
@@ -73,12 +93,28 @@ def options_of(
         OptionError: an argument is invalid, or the promise cannot be kept.
     """
     promise = Promise.parse(lose_at_most, even_if)
+    is_auto = method == AUTO and promise is None
+    if method == AUTO:
+        method = None
+    if is_auto:
+        _refuse_log_of_auto(log)
+        every = "auto" if every == _EVERY else every
     if promise is not None:
         found = promised_options(promise, run, method=method, every=every, log=log, tiers=tiers)
         promise, method, every, log, tiers = found
     method = "lazy" if method is None else method
     options = validate_options(method=method, every=every, log=log, **others)
-    return replace(options, promise=promise, on_event=parse_listeners(on_event)), tiers
+    listeners = parse_listeners(on_event)
+    return replace(options, promise=promise, on_event=listeners, is_auto=is_auto), tiers
+
+
+def _refuse_log_of_auto(log: LogOptions | None) -> None:
+    if log is not None:
+        raise OptionError(
+            "log= and method='auto' exclude each other: whether there is a log is chosen at each "
+            "start",
+            hint="method='logged' with log=; or lose_at_most= and even_if=",
+        )
 
 
 def promised_options(
@@ -260,3 +296,56 @@ def _bases_every(promise: Promise, every: int | str | Every | None) -> Every:
     if given.steps is not None and given.steps == 1:
         return given
     return Every(seconds=most_s if given.seconds is None else min(most_s, given.seconds))
+
+
+# --- Chosen by measurements -------------------------------------------------------------
+
+
+def with_chosen_method(options: Options, place: RunPlace, state: State) -> Options:
+    """Return the options with the method that ``method="auto"`` chooses; others as they are.
+
+    Of several ranks rank 0 chooses, as all have to use the same. Prints the choice.
+
+    Raises:
+        DeadlineError: another rank does not construct its Checkpointer.
+    """
+    if not options.is_auto:
+        return options
+    why_not = _why_not_logged(state)
+    host_bytes = options.budget.host_bytes or memory_available_bytes() // 2
+    choice = choose(_observed(place), host_bytes=host_bytes, why_not_logged=why_not)
+    method = choice.method
+    why = choice.why
+    if place.job is not None:
+        mine = {"method": method, "why": why, "why_not": why_not}
+        votes = place.job.exchange("choose a method", mine)
+        method = votes[0]["method"]
+        why = votes[0]["why"]
+        refused = [vote["why_not"] for vote in votes if vote["why_not"]]
+        if refused and method != FIRST:
+            method = FIRST
+            why = refused[0]
+    level = logging.INFO if place.ranks.rank == 0 else logging.DEBUG
+    log_or_print(f"{place.run}: auto: {method}: {why}", level=level)
+    predicted = choice.predicted if method == choice.method else None
+    return replace(options, method=presets[method], method_name=method, predicted=predicted)
+
+
+def _observed(place: RunPlace) -> Observed | None:
+    if place.seams.events is None:
+        return None
+    # A log that cannot be read is no reason not to start.
+    with contextlib.suppress(OSError):
+        events = read_events(
+            place.run, rank=0, filesystem=place.seams.events, newest=_TIMELINES_MAX
+        )
+        return Observed.of(events)
+    return None
+
+
+def _why_not_logged(state: State) -> str:
+    try:
+        refuse_optimizers(state, "dense")
+    except EverstepError as error:
+        return error.message.splitlines()[0]
+    return ""

@@ -189,7 +189,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     )
     warn_of_unsaved_residuals(state)
     print_footprint(footprint, options, place, state, limits, in_process=terms.in_process)
-    events.follow(keepers, participants, safe, state.ranks.world)
+    events.follow(keepers, participants, safe, state.ranks.world, footprint)
     return components
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -14,10 +15,12 @@ from everstep.link import Save
 from everstep.restore.start import Recovery
 from everstep.seams import Seams
 from everstep.seams.fingerprint import process_name
+from everstep.seams.progress import log_or_print
 from everstep.tiers.options import PEER
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.participant import Participant
+from everstep.trainer.session.footprint import Footprint
 from everstep.trainer.session.recoverable import RecoverableSteps
 from everstep.trainer.session.stats import Stats, stats_of
 from everstep.version import __version__
@@ -65,6 +68,7 @@ class RunEvents(Participant):
         log = [] if seams.events is None else [EventLog(seams.events, run, rank)]
         self.stream = EventStream(seams.clock, rank, [*log, *options.on_event])
         self._options = options
+        self._rank = rank
         self._clock = seams.clock
         self._recoverable: RecoverableSteps | None = None
         self._figures: Callable[[int], Stats] | None = None
@@ -80,6 +84,7 @@ class RunEvents(Participant):
         participants: Sequence[Participant],
         recoverable: RecoverableSteps,
         world: int,
+        footprint: Footprint,
     ) -> None:
         """Tell of the start, and from now on of progress.
 
@@ -87,6 +92,7 @@ class RunEvents(Participant):
             participants: all participants, for their figures.
             recoverable: newest steps that survive; it comes before this one in ``participants``.
             world: number of ranks.
+            footprint: expected sizes.
         """
         self._recoverable = recoverable
         self._figures = partial(stats_of, keepers=keepers, participants=participants)
@@ -96,6 +102,9 @@ class RunEvents(Participant):
             method=options.method_name,
             every=options.every.in_words,
             promise=None if options.promise is None else options.promise.in_words,
+            predicted_waste=options.predicted,
+            state_bytes=footprint.state_bytes,
+            gradient_bytes=footprint.gradients[1],
             world=world,
             process=process_name(),
             version=__version__,
@@ -204,9 +213,17 @@ class RunEvents(Participant):
         self._emit("progress", **figures)
 
     def close(self) -> None:
-        """Tell the last figures."""
+        """Tell the last figures; with ``method="auto"`` the prediction next to them."""
         self._progress()
         self._emit("closed")
+        seconds = self._clock.monotonic_s() - self._begun_s
+        if self._figures is not None and self._options.predicted is not None and seconds > 0:
+            stalled = sum(self._figures(self._step).stall_s.values()) / seconds
+            log_or_print(
+                f"auto: {self._options.method_name}: predicted {self._options.predicted:.2%} of "
+                f"the time wasted, failures included; stalled {stalled:.2%} in this start",
+                level=logging.INFO if self._rank == 0 else logging.DEBUG,
+            )
 
     def _emit(self, kind: str, **details: Any) -> None:
         self.stream.emit(kind, self._step, **details)

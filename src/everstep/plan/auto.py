@@ -1,0 +1,325 @@
+"""Chooses a method for the next start of a run, from what its earlier starts have measured.
+
+``method="auto"``: the first start takes bases lazily, which costs little anywhere. Its event log
+then has what a base, a step and a recovery take, and how often the process dies; each further start
+chooses by the model below, per second of training::
+
+    wasted = C / i  +  tax / t  +  (i / 2) * w / M  +  L / M
+             bases     log         steps since a base   loading
+
+``i`` is the time between two bases, ``C`` the stall of one, ``t`` a step, ``M`` the time between
+failures, ``L`` the time to load; ``w`` is 1 without a log (steps are trained again) and replay
+divided by training with one. It is GoCkpt's formula (section 3.1) with LowDiff's term for replay
+(section V-C). A method that has run before is judged by its measured stalls. To go back and forth
+costs more than a small gain, so another method must waste a fifth less than the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from everstep.events import Event
+
+FIRST = "lazy"
+_PRIOR_MTBF_S = 86_400.0
+_LESS = 0.8  # another method has to waste at most this share of what the last one does
+_STEPS_MIN = 20  # fewer steps of a start measure nothing
+_FAILURES_MIN = 2
+_STALL_S = 0.005  # of a base, until one was measured
+_HELD = 0.2  # share of a stall that is left if gradients are held (GoCkpt-O, section 5.3)
+_REPLAY_BYTES_PER_S = 2e9  # of state, until a replay was measured
+_COPY_BYTES_PER_S = 2e9  # until a large base was captured
+_LARGE_BYTES = 64e6
+
+
+@dataclass(slots=True)
+class _Start:
+    """One start: its method, and the counters of its last progress."""
+
+    method: str
+    begun_s: float
+    last_s: float
+    begun_step: int = 0
+    step: int = 0
+    stall_s: float = 0.0
+    saves: int = 0
+    closed: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Time that it trained."""
+        return self.last_s - self.begun_s
+
+
+@dataclass(slots=True)
+class Observed:
+    """Measurements of earlier starts, of rank 0.
+
+    Attributes:
+        method: method of the last start.
+        trained_s: time that processes trained.
+        failures: starts that have not ended in order. The one that chooses is not among them.
+        step_s: seconds of a step, without bases; None if unknown.
+        capture_s: seconds until the state of a base was copied; None without a base.
+        durable_s: seconds until a base was on disk.
+        load_s: mean seconds of a resume.
+        replay_s: seconds to replay a step; None if none was replayed.
+        stalled: share of the time that each method has stalled training, bases and log together.
+        base_stall_s: seconds that a lazy base stalled training; None if none was taken.
+        state_bytes, gradient_bytes: sizes of a base, and of the gradients of a step.
+    """
+
+    method: str = FIRST
+    trained_s: float = 0.0
+    failures: int = 0
+    step_s: float | None = None
+    capture_s: float | None = None
+    durable_s: float | None = None
+    load_s: float = 0.0
+    replay_s: float | None = None
+    stalled: dict[str, float] = field(default_factory=dict)
+    base_stall_s: float | None = None
+    state_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Observed | None:
+        """Return the measurements of a run; None if it has trained too little.
+
+        Args:
+            events: events of one rank, in the order of their times.
+        """
+        return _Reader().read(events)
+
+    @property
+    def mtbf_s(self) -> float:
+        """Seconds between two failures; a day until there were some."""
+        if self.failures < _FAILURES_MIN:
+            return _PRIOR_MTBF_S
+        return self.trained_s / self.failures
+
+
+class _Reader:
+    """Reads measurements from the events of one rank."""
+
+    def __init__(self) -> None:
+        self._found = Observed()
+        self._starts: list[_Start] = []
+        self._captured: list[float] = []
+        self._durable: list[float] = []
+        self._loads: list[float] = []
+        self._replays: list[float] = []
+        self._readers: Mapping[str, Callable[[_Start, Event], None]] = {
+            "recovery": self._recovered,
+            "base_captured": self._base_captured,
+            "base_durable": self._base_durable,
+            "progress": self._progressed,
+            "closed": self._closed,
+        }
+
+    def read(self, events: Iterable[Event]) -> Observed | None:
+        for event in events:
+            if event.kind == "started":
+                self._started(event)
+            elif self._starts:
+                start = self._starts[-1]
+                start.last_s = max(start.last_s, event.unix_s)
+                reader = self._readers.get(event.kind)
+                if reader is not None:
+                    reader(start, event)
+        measured = [one for one in self._starts if one.step - one.begun_step >= _STEPS_MIN]
+        if not measured or self._found.step_s is None:
+            return None
+        self._sum_up(measured)
+        return self._found
+
+    def _sum_up(self, measured: list[_Start]) -> None:
+        found = self._found
+        found.trained_s = sum(one.seconds for one in self._starts)
+        found.failures = sum(not one.closed for one in self._starts)
+        found.capture_s = _median(self._captured)
+        found.durable_s = _median(self._durable)
+        found.load_s = sum(self._loads) / max(1, len(self._loads))
+        found.replay_s = _median(self._replays)
+        for method in {one.method for one in measured}:
+            ones = [one for one in measured if one.method == method]
+            seconds = sum(one.seconds for one in ones)
+            found.stalled[method] = sum(one.stall_s for one in ones) / max(seconds, 1e-9)
+        alone = [one for one in measured if one.method == FIRST and one.saves]
+        if alone:
+            found.base_stall_s = sum(one.stall_s for one in alone) / sum(one.saves for one in alone)
+
+    def _started(self, event: Event) -> None:
+        method = str(event.details.get("method", FIRST))
+        self._starts.append(_Start(method, event.unix_s, event.unix_s))
+        self._found.method = method
+        self._found.state_bytes = _number(event.details, "state_bytes") or 0.0
+        self._found.gradient_bytes = _number(event.details, "gradient_bytes") or 0.0
+
+    def _recovered(self, start: _Start, event: Event) -> None:
+        start.begun_s = event.unix_s
+        start.begun_step = start.step = event.step
+        if event.details.get("source") == "fresh":
+            return
+        self._loads.append(_number(event.details, "load_s") or 0.0)
+        replayed = _number(event.details, "replayed")
+        seconds = _number(event.details, "replay_s")
+        if replayed and seconds:
+            self._replays.append(seconds / replayed)
+
+    def _base_captured(self, start: _Start, event: Event) -> None:
+        self._captured.append(_number(event.details, "seconds") or 0.0)
+
+    def _base_durable(self, start: _Start, event: Event) -> None:
+        if event.details.get("tier") == "disk":
+            self._durable.append(_number(event.details, "seconds") or 0.0)
+
+    def _progressed(self, start: _Start, event: Event) -> None:
+        start.step = event.step
+        start.saves = int(_number(event.details, "saves") or 0)
+        stalls = event.details.get("stall_s")
+        if isinstance(stalls, Mapping):
+            start.stall_s = sum(_number(stalls, cause) or 0.0 for cause in stalls)
+        self._found.step_s = _number(event.details, "step_s") or self._found.step_s
+
+    def _closed(self, start: _Start, event: Event) -> None:
+        start.closed = True
+
+
+def _number(fields: Mapping[str, object], name: str) -> float | None:
+    value = fields.get(name)
+    usable = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+    return float(value) if usable else None  # type: ignore[arg-type]
+
+
+def _median(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One method, as predicted for the next start.
+
+    Attributes:
+        wasted: share of the time that it wastes; infinite if it cannot be used.
+        overhead: of this, what bases and log cost while nothing fails.
+        lost_s: training that a killed process loses on average.
+        why_not: why it cannot be used; empty if it can.
+    """
+
+    method: str
+    wasted: float
+    overhead: float = 0.0
+    lost_s: float = 0.0
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Method of the next start.
+
+    Attributes:
+        why: reason, for people.
+        candidates: all methods, the one that wastes least first; empty before anything was
+            measured.
+    """
+
+    method: str
+    why: str
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def predicted(self) -> float | None:
+        """Predicted share of the time that is wasted; None before anything was measured."""
+        found = [one.wasted for one in self.candidates if one.method == self.method]
+        return found[0] if found else None
+
+
+def choose(
+    observed: Observed | None, *, host_bytes: float = math.inf, why_not_logged: str = ""
+) -> Choice:
+    """Choose the method of the next start.
+
+    Args:
+        observed: measurements; None before there are any.
+        host_bytes: host memory that captures and a log may take.
+        why_not_logged: why updates of this state cannot be replayed; empty if they can.
+    """
+    if observed is None or observed.step_s is None:
+        return Choice(FIRST, "nothing was measured yet; the next start chooses by what this one is")
+    candidates = (
+        _lazy(observed),
+        _held(observed, why_not_logged),
+        _logged(observed, host_bytes, why_not_logged),
+    )
+    ordered = tuple(sorted(candidates, key=lambda one: one.wasted))
+    best = ordered[0]
+    last = next((one for one in ordered if one.method == observed.method), None)
+    if last is not None and last is not best and best.wasted > _LESS * last.wasted:
+        why = f"{last.wasted:.2%} of the time wasted, not a fifth more than {best.method}"
+        return Choice(last.method, f"as before: {why}", ordered)
+    others = ", ".join(
+        f"{one.method} {one.wasted:.2%}" if not one.why_not else f"{one.method}: {one.why_not}"
+        for one in ordered[1:]
+    )
+    return Choice(
+        best.method,
+        f"{best.wasted:.2%} of the time wasted with a failure every {observed.mtbf_s:.3g} s "
+        f"({others})",
+        ordered,
+    )
+
+
+def _lazy(seen: Observed) -> Candidate:
+    stall_s = _STALL_S if seen.base_stall_s is None else seen.base_stall_s
+    return _without_log(seen, FIRST, stall_s)
+
+
+def _held(seen: Observed, why_not: str) -> Candidate:
+    """Return bases over several steps, which pay if a copy takes longer than a step."""
+    assert seen.step_s is not None
+    if why_not:
+        return Candidate("gockpt_o", math.inf, why_not=why_not)
+    if seen.capture_s is None or seen.capture_s <= seen.step_s:
+        return Candidate("gockpt_o", math.inf, why_not="a copy takes less than a step")
+    stall_s = _STALL_S if seen.base_stall_s is None else seen.base_stall_s
+    return _without_log(seen, "gockpt_o", max(_STALL_S, _HELD * stall_s))
+
+
+def _without_log(seen: Observed, method: str, stall_s: float) -> Candidate:
+    mtbf_s = seen.mtbf_s
+    interval_s = max(math.sqrt(2 * stall_s * mtbf_s), seen.durable_s or 0.0, seen.step_s or 0.0)
+    overhead = seen.stalled.get(method, stall_s / interval_s)
+    # A base is of use once it is complete in the keeper; a lost one costs the one before it.
+    lost_s = interval_s / 2
+    wasted = overhead + (lost_s + seen.load_s) / mtbf_s
+    return Candidate(method, wasted, overhead, lost_s)
+
+
+def _logged(seen: Observed, host_bytes: float, why_not: str) -> Candidate:
+    assert seen.step_s is not None
+    if why_not:
+        return Candidate("logged", math.inf, why_not=why_not)
+    steps_max = math.inf
+    if seen.gradient_bytes > 0:
+        steps_max = (host_bytes - 2 * seen.state_bytes) / seen.gradient_bytes
+    if steps_max < 2:
+        return Candidate("logged", math.inf, why_not="host memory does not hold two steps of a log")
+    rate = _COPY_BYTES_PER_S
+    # The copy of a small state takes as long as one lets it, beside a forward.
+    if seen.capture_s and seen.state_bytes >= _LARGE_BYTES:
+        rate = seen.state_bytes / seen.capture_s
+    tax_s = seen.gradient_bytes / rate
+    stall_s = _STALL_S if seen.base_stall_s is None else seen.base_stall_s
+    replay_s = seen.replay_s or seen.state_bytes / _REPLAY_BYTES_PER_S
+    weight = min(1.0, replay_s / seen.step_s)
+    mtbf_s = seen.mtbf_s
+    best_s = math.sqrt(2 * stall_s * mtbf_s / max(weight, 1e-6))
+    interval_s = max(min(best_s, steps_max * seen.step_s), seen.durable_s or 0.0)
+    overhead = seen.stalled.get("logged", stall_s / interval_s + tax_s / seen.step_s)
+    again_s = weight * interval_s / 2
+    wasted = overhead + (again_s + seen.load_s) / mtbf_s
+    # The step in flight.
+    return Candidate("logged", wasted, overhead, seen.step_s / 2)

@@ -1,0 +1,132 @@
+"""``method="auto"`` on real runs: the first start is lazy; later ones follow the events."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+from everstep.errors import OptionError
+from everstep.events import Event, read_events
+from tests.support.command import document, invoke
+from tests.support.log.eventful import BEGIN_S, write_events
+
+
+def state(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    return {"model": model, "optimizer": optimizer(model.parameters(), lr=0.01)}  # type: ignore[call-arg]
+
+
+def train(ckpt: everstep.Checkpointer, live: dict[str, Any], steps: int) -> None:
+    recovery = ckpt.resume()
+    for _ in range(recovery.step, steps):
+        live["model"](torch.ones(2, 4)).sum().backward()
+        live["optimizer"].step()
+        live["optimizer"].zero_grad()
+        ckpt.step()
+
+
+def failing_often() -> list[Event]:
+    """Events of three starts of 50 s, in which bases stalled training for 2 s each."""
+    found = []
+    for number in range(3):
+        at_s = BEGIN_S + 100.0 * number
+        step = 400 * number
+        about = {"method": "lazy", "state_bytes": 12_000, "gradient_bytes": 4_000}
+        source = {"source": "disk" if number else "fresh", "load_s": 0.1}
+        figures = {"step_s": 0.1, "saves": 5, "stall_s": {"capture": 10.0}}
+        found += [
+            Event("started", at_s, 0, 0, 0, about),
+            Event("recovery", at_s, 0, 1, step, source),
+            Event("base_captured", at_s + 1.0, 0, 1, step, {"seconds": 0.01}),
+            Event("progress", at_s + 50.0, 0, 1, step + 400, figures),
+        ]
+    return found
+
+
+@pytest.fixture
+def run(run_folder: Path) -> Path:
+    """A run that has trained a few steps, with events of many failures."""
+    live = state()
+    with everstep.Checkpointer(run_folder, live, method="auto") as ckpt:
+        assert "lazy, every=auto" in repr(ckpt)
+        train(ckpt, live, 3)
+        ckpt.save()
+    shutil.rmtree(run_folder / "events")
+    write_events(run_folder, failing_often())
+    return run_folder
+
+
+def test_the_next_start_follows_what_was_measured(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = state()
+    with everstep.Checkpointer(run, live, method="auto") as ckpt:
+        assert repr(ckpt).startswith(f"<Checkpointer of {run}: logged, every=auto")
+        train(ckpt, live, 6)
+    shown = capsys.readouterr().err
+    assert f"{run}: auto: logged: " in shown
+    assert "of the time wasted, failures included; stalled" in shown
+    started = [event for event in read_events(run) if event.kind == "started"][-1]
+    assert started.details["method"] == "logged"
+    assert 0 < started.details["predicted_waste"] < 0.1
+    # Two starts in a row: the run goes on from the step of the other method.
+    live = state()
+    with everstep.Checkpointer(run, live, method="auto") as ckpt:
+        assert ckpt.resume().step == 6
+
+
+def test_an_optimizer_that_cannot_be_replayed_is_not_logged(run: Path) -> None:
+    live = state(torch.optim.LBFGS)
+    (run / "events").rename(run.parent / "kept")
+    shutil.rmtree(run)
+    with everstep.Checkpointer(run, live, method="auto") as ckpt:
+        ckpt.resume()
+        ckpt.step()
+    shutil.rmtree(run / "events")
+    (run.parent / "kept").rename(run / "events")
+    with everstep.Checkpointer(run, live, method="auto") as ckpt:
+        assert "lazy" in repr(ckpt)
+
+
+def test_an_interval_that_is_given_stays(run_folder: Path) -> None:
+    ckpt = everstep.Checkpointer(run_folder, state(), method="auto", every=7)
+    assert "lazy, every 7 steps" in repr(ckpt)
+    ckpt.close()
+
+
+def test_a_promise_decides_instead(run_folder: Path) -> None:
+    ckpt = everstep.Checkpointer(run_folder, state(), method="auto", lose_at_most="1 step")
+    assert "logged" in repr(ckpt)
+    ckpt.close()
+
+
+def test_log_options_are_refused(run_folder: Path) -> None:
+    with pytest.raises(OptionError, match="exclude each other"):
+        everstep.Checkpointer(
+            run_folder, state(), method="auto", log=everstep.LogOptions(to="disk")
+        )
+
+
+def test_the_choice_on_one_screen(run: Path) -> None:
+    shown = invoke("plan", "auto", run, columns=160).output
+    lines = shown.splitlines()
+    assert lines[0].startswith("logged: ")
+    rows = [line.split()[0] for line in lines[2:5]]
+    assert rows == ["logged", "lazy", "gockpt_o"]
+    assert "a copy takes less than a step" in shown
+    assert "with 3 failures: a step 100 ms" in shown
+    found = document("plan", "auto", run)
+    assert found["method"] == "logged"
+    assert found["measured"]["failures"] == 3
+    assert found["candidates"][2]["wasted"] is None
+
+
+def test_nothing_was_measured_yet(run_folder: Path) -> None:
+    everstep.Checkpointer(run_folder, state()).close()
+    assert "nothing was measured yet" in invoke("plan", "auto", run_folder).output

@@ -1,0 +1,159 @@
+"""``method="auto"``: which method is chosen from which measurements, and that it stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from everstep.events import Event
+from everstep.plan.auto import Observed, choose
+
+SEEN = Observed(
+    method="lazy",
+    trained_s=1000.0,
+    failures=10,
+    step_s=0.1,
+    capture_s=0.05,
+    durable_s=0.5,
+    load_s=1.0,
+    base_stall_s=0.02,
+    state_bytes=12e6,
+    gradient_bytes=1e6,
+)
+
+
+def test_nothing_measured() -> None:
+    choice = choose(None)
+    assert (choice.method, choice.predicted, choice.candidates) == ("lazy", None, ())
+    assert choose(Observed()).method == "lazy"
+
+
+def test_the_formula_by_hand() -> None:
+    """A base stalls 0.02 s, a failure comes every 100 s: a base every 2 s. Of a second 0.01 s goes
+    to bases, and 1 s of steps and 1 s of loading are lost every 100 s."""
+    lazy = {one.method: one for one in choose(SEEN).candidates}["lazy"]
+    assert lazy.overhead == pytest.approx(0.01)
+    assert lazy.lost_s == pytest.approx(1.0)
+    assert lazy.wasted == pytest.approx(0.01 + 0.02)
+
+
+def test_a_log_where_failures_are_frequent_and_gradients_small() -> None:
+    choice = choose(SEEN)
+    assert choice.method == "logged"
+    logged = choice.candidates[0]
+    assert logged.lost_s == pytest.approx(0.05)
+    # Gradients take half a millisecond of a step of 0.1 s, and 12 MB are replayed in 6 ms: bases
+    # may be sqrt(2 * 0.02 s * 100 s / 0.06) apart.
+    assert logged.overhead == pytest.approx(0.005 + 0.02 / math.sqrt(4 / 0.06))
+    assert choice.predicted == logged.wasted
+    assert "with a failure every 100 s (lazy 3.00%" in choice.why
+
+
+def test_bases_alone_where_failures_are_rare() -> None:
+    assert choose(replace(SEEN, failures=0)).method == "lazy"
+    assert replace(SEEN, failures=1).mtbf_s == 86_400.0
+
+
+def test_several_steps_for_a_copy_that_takes_longer_than_one() -> None:
+    slow = replace(SEEN, capture_s=0.8, base_stall_s=0.7, failures=0)
+    assert choose(slow).method == "gockpt_o"
+    assert choose(slow, why_not_logged="optimizer x cannot be replayed").method == "lazy"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"why_not_logged": "LBFGS cannot be replayed"}, "LBFGS cannot be replayed"),
+        ({"host_bytes": 25.9e6}, "host memory does not hold two steps of a log"),
+    ],
+)
+def test_a_log_that_cannot_be(given: dict[str, Any], why: str) -> None:
+    choice = choose(SEEN, **given)
+    assert choice.method == "lazy"
+    assert f"logged: {why}" in choice.why
+
+
+def test_little_memory_shortens_the_interval() -> None:
+    rich = {one.method: one for one in choose(SEEN).candidates}["logged"]
+    poor = {one.method: one for one in choose(SEEN, host_bytes=27e6).candidates}["logged"]
+    assert poor.overhead > rich.overhead
+
+
+def test_a_method_is_judged_by_what_it_did() -> None:
+    """The log cost 10 % of the time, far more than was predicted: lazily again."""
+    seen = replace(SEEN, method="logged", stalled={"logged": 0.10, "lazy": 0.01})
+    large = replace(SEEN, state_bytes=96e6, capture_s=0.096)
+    tax = {one.method: one.overhead for one in choose(large).candidates}["logged"]
+    assert tax > 0.01  # gradients at the 1 GB/s at which that base was copied
+    assert choose(seen).method == "lazy"
+
+
+def test_a_small_gain_is_no_reason_to_change() -> None:
+    seen = replace(SEEN, stalled={"lazy": 0.01, "logged": 0.0151})
+    other = replace(seen, method="logged", stalled={"lazy": 0.01, "logged": 0.019})
+    for measured, method in ((seen, "lazy"), (other, "logged")):
+        choice = choose(measured)
+        assert choice.method == method
+        assert choice.candidates[0].method != method
+        assert choice.why.startswith("as before: ")
+
+
+# --- Reading the event log --------------------------------------------------------------
+
+
+def start(
+    at_s: float, method: str, *, step: int = 0, steps: int = 100, closed: bool = False, **more: Any
+) -> list[Event]:
+    """Events of a start that trains so many steps of 0.1 s, with two bases."""
+    about = {"method": method, "state_bytes": 1000, "gradient_bytes": 200}
+    source = {"source": "memory" if step else "fresh", "load_s": 0.5, "replay_s": 0.3}
+    figures = {"step_s": 0.1, "saves": 2, "stall_s": {"capture": 0.2, "gate": 0.3}, **more}
+    end_s = at_s + 1.0 + steps * 0.1
+    events = [
+        Event("started", at_s, 0, 0, 0, about),
+        Event("recovery", at_s + 1.0, 0, 1, step, {**source, "replayed": 3 * bool(step)}),
+        Event("base_captured", at_s + 2.0, 0, 1, step + 5, {"seconds": 0.04}),
+        Event("base_durable", at_s + 2.0, 0, 1, step + 5, {"tier": "disk", "seconds": 0.4}),
+        Event("base_durable", at_s + 2.5, 0, 1, step + 5, {"tier": "peer"}),
+        Event("progress", end_s, 0, 1, step + steps, figures),
+    ]
+    return [*events, Event("closed", end_s, 0, 1, step + steps)] if closed else events
+
+
+def observed(starts: Sequence[list[Event]]) -> Observed | None:
+    return Observed.of([event for one in starts for event in one])
+
+
+def test_measurements_of_earlier_starts() -> None:
+    seen = observed([start(0.0, "lazy"), start(100.0, "lazy", step=90, closed=True)])
+    assert seen is not None
+    assert (seen.trained_s, seen.failures, seen.method) == (20.0, 1, "lazy")
+    assert (seen.step_s, seen.capture_s, seen.durable_s) == (0.1, 0.04, 0.4)
+    assert (seen.load_s, seen.replay_s) == (0.5, pytest.approx(0.1))
+    assert seen.stalled == {"lazy": pytest.approx(1.0 / 20.0)}
+    assert seen.base_stall_s == pytest.approx(0.25)
+    assert (seen.state_bytes, seen.gradient_bytes) == (1000, 200)
+
+
+def test_each_method_has_its_own_stalls() -> None:
+    seen = observed([start(0.0, "lazy"), start(100.0, "logged", step=90, stall_s={"capture": 2.0})])
+    assert seen is not None
+    assert seen.stalled == {"lazy": pytest.approx(0.05), "logged": pytest.approx(0.2)}
+    assert seen.base_stall_s == pytest.approx(0.25)
+    assert (seen.method, seen.failures) == ("logged", 2)
+
+
+def test_too_little_was_trained() -> None:
+    assert observed([start(0.0, "lazy", steps=5)]) is None
+    assert Observed.of([]) is None
+
+
+@pytest.mark.parametrize("value", ["x", None, math.nan, -1.0, [1]])
+def test_fields_that_are_no_numbers_are_left_out(value: object) -> None:
+    seen = observed([start(0.0, "lazy", stall_s={"capture": value}, saves=value)])
+    assert seen is not None
+    assert seen.stalled == {"lazy": 0.0}
