@@ -16,7 +16,6 @@ from everstep.cli.plan.schedule_output import check_target
 from everstep.events import read_events
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import progress
-from everstep.tiers import storage_errors
 
 if TYPE_CHECKING:
     from everstep.run.scan import Inventory
@@ -43,6 +42,7 @@ def report(
     --verify finds damage.
     """
     from everstep.report import RunReport, page_of
+    from everstep.tiers import storage_errors
 
     target = Path(absolute(out or Path("everstep-report.html")))
     check_target(target)

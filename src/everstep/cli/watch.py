@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +33,9 @@ from everstep.seams import PosixFileSystem
 if TYPE_CHECKING:
     from everstep.look.run_status import Loss, RunStatus, Survival
 
-_SILENT_S = 30.0  # after which a run is shown as silent
+_SILENT_S = (
+    90.0  # after which a run is shown as silent; progress is told every minute or more often
+)
 _LINES_MAX = 6
 _DAY_S = 86_400.0
 _RATES = {
@@ -109,9 +110,13 @@ class _View:
             for event in self._follower.read():
                 self.status.add(event)
 
-    @property
-    def losses(self) -> list[Loss]:
-        return self.status.losses(self._survival)
+    def losses(self, now_s: float) -> list[Loss]:
+        """Return what each failure would have cost at the last progress."""
+        return self.status.losses(self._survival, self._age_s(now_s))
+
+    def _age_s(self, now_s: float) -> float:
+        """Return the age of the figures."""
+        return max(0.0, now_s - (self.status.as_of_unix_s or now_s))
 
     def state(self, now_s: float) -> str:
         """Return ``"training"``, ``"silent for 40 s"`` or ``"ended"``."""
@@ -137,7 +142,9 @@ class _View:
             "step": status.step,
             "step_s": status.step_s,
             "stalled": status.stalled,
-            "losses": [asdict(loss) for loss in self.losses],
+            "silent_ranks": status.silent_ranks,
+            "as_of_unix_s": status.as_of_unix_s,
+            "losses": [asdict(loss) for loss in self.losses(now_s)],
             "bytes_per_s": {shown: status.rate_of(name) for name, shown in _RATES.items()},
             "host_bytes": status.total_of("host_bytes"),
             "free_bytes": self.free_bytes(),
@@ -151,7 +158,7 @@ class _View:
     def shown(self, now_s: float) -> RenderableType:
         """Return the screen."""
         lines: list[RenderableType] = [self._head(now_s), self._pace(), Text()]
-        lines += [_losses(self.losses), Text(), self._bytes()]
+        lines += [self._losses(now_s), Text(), self._bytes()]
         told = self.status.told[-_LINES_MAX:]
         if told:
             lines += [Text(), *(_line(event) for event in told)]
@@ -178,6 +185,27 @@ class _View:
         causes = f" ({causes})" if causes else ""
         return label(f"step {status.step:,}{pace}; stalled {total:.2%}{causes}")
 
+    def _losses(self, now_s: float) -> RenderableType:
+        from everstep.look.run_status import FAILURES
+
+        losses = self.losses(now_s)
+        if not losses:
+            count = count_of(self.status.silent_ranks, "rank")
+            return label(f"what a failure would cost is unknown: {count} without progress yet")
+        as_of = f"{seconds_in_words(self._age_s(now_s))} ago" if self._age_s(now_s) >= 1 else "now"
+        columns = ("step", "lost", "time")
+        made = table((f"if, as of {as_of},", "restored from", *columns), right=columns)
+        for loss in losses:
+            source = label("nothing", "red") if loss.place is None else label(_place(loss.place))
+            made.add_row(
+                label(FAILURES[loss.failure]),
+                source,
+                f"{loss.step:,}",
+                f"{loss.lost_steps:,}" if loss.lost_steps else "the step in flight",
+                "" if loss.lost_s is None or not loss.lost_steps else seconds_in_words(loss.lost_s),
+            )
+        return made
+
     def _bytes(self) -> Text:
         status = self.status
         rates = {shown: status.rate_of(name) for name, shown in _RATES.items()}
@@ -197,24 +225,6 @@ class _View:
             return ""
         until = seconds_in_words(free_bytes / per_day * _DAY_S)
         return f", {in_words(round(per_day))} written a day (as much as is free in {until})"
-
-
-def _losses(losses: Iterable[Loss]) -> RenderableType:
-    from everstep.look.run_status import FAILURES
-
-    made = table(("if", "restored from", "step", "lost", "time"), right=("step", "lost", "time"))
-    for loss in losses:
-        nothing = loss.place is None
-        made.add_row(
-            label(FAILURES[loss.failure]),
-            label(
-                "nothing" if loss.place is None else _place(loss.place), "red" if nothing else ""
-            ),
-            f"{loss.step:,}",
-            f"{loss.lost_steps:,}" if loss.lost_steps else "the step in flight",
-            "" if loss.lost_s is None or not loss.lost_steps else seconds_in_words(loss.lost_s),
-        )
-    return made
 
 
 def _place(name: str) -> str:

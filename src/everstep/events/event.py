@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -59,15 +60,85 @@ class Event:
 
     @classmethod
     def from_line(cls, line: bytes) -> Event | None:
-        """Return the event of a line; None if it is none, as the last line of a killed process."""
+        """Return the event of a line; None if it is none.
+
+        The contents are not trusted: the last line of a killed process may be torn, and anybody who
+        may write to the folder may have written it. Fields that everstep reads have their types.
+        """
+        if len(line) > _LINE_BYTES_MAX:
+            return None
         try:
             fields = msgspec.json.decode(line, type=dict[str, Any])
-            kind = str(fields.pop("event"))
-            unix_s = float(fields.pop("unix_s"))
-            rank, timeline, step = (int(fields.pop(name)) for name in ("rank", "timeline", "step"))
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            head = msgspec.convert(fields, _Head)
+            msgspec.convert(fields, _Details)
+        except (msgspec.DecodeError, RecursionError, OverflowError):
             return None
-        return cls(kind, unix_s, rank, timeline, step, fields)
+        details = {name: value for name, value in fields.items() if name not in _HEAD}
+        if not all(map(_is_finite, details.values())):
+            return None
+        return cls(head.event, head.unix_s, head.rank, head.timeline, head.step, details)
+
+
+_LINE_BYTES_MAX = 1 << 20
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53))]
+_Number = int | float
+
+
+class _Head(msgspec.Struct):
+    """Fields that every event has."""
+
+    event: Annotated[str, msgspec.Meta(max_length=100)]
+    unix_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
+    rank: Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+    timeline: Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+    step: _Count
+
+
+class _Details(msgspec.Struct):
+    """Fields that everstep itself reads, with the types that it relies on."""
+
+    method: str = ""
+    every: str = ""
+    version: str = ""
+    promise: str | None = None
+    world: _Count = 1
+    predicted_waste: _Number | None = None
+    state_bytes: _Number = 0
+    gradient_bytes: _Number = 0
+    source: str = ""
+    exact: bool = True
+    evidence: str = ""
+    base_step: _Count | None = None
+    replayed: _Number = 0
+    seconds: _Number = 0
+    load_s: _Number = 0
+    replay_s: _Number = 0
+    size_bytes: _Number = 0
+    tier: str = ""
+    error: str = ""
+    message: str = ""
+    lost: str | None = None
+    durable_step: _Count | None = None
+    recoverable_step: _Count | None = None
+    recoverable_from: dict[str, _Count] = {}
+    stall_s: dict[str, _Number] = {}
+    step_s: _Number | None = None
+    saves: _Number = 0
+    written_bytes: _Number = 0
+    log_written_bytes: _Number = 0
+    copied_bytes: _Number = 0
+    peered_bytes: _Number = 0
+    host_bytes: _Number = 0
+    forecast_bytes_per_day: _Number | None = None
+
+
+_HEAD = _Head.__struct_fields__
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=str)

@@ -9,9 +9,12 @@ to ``rank-00000.1.jsonl``, in place of the one before it.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 
 from everstep.events.event import Event
@@ -21,7 +24,11 @@ from everstep.seams import FileSystem, PosixFileSystem, ReadFile, WriteFile
 EVENTS_DIR = "events"
 FILE_BYTES_MAX = 8 << 20
 _FIRST_LINE_BYTES = 1024
+RETRY_S = 30.0
 
+_log = logging.getLogger("everstep")
+
+# In the order of their names the older file of a rank comes first.
 _RANK = re.compile(r"rank-(\d{5,9})(\.1)?\.jsonl", re.ASCII)
 
 
@@ -34,8 +41,12 @@ def event_file(run: PurePath, timeline: int, rank: int, *, older: bool = False) 
 class EventLog:
     """Listener that appends each event to the event log of its timeline.
 
+    If a file cannot be written (a full disk), the events of the next :data:`RETRY_S` seconds are
+    dropped, and then it tries again. A folder that was deleted is made again.
+
     Args:
         bytes_max: size at which a file is renamed, and a new one begun.
+        now_s: clock for the next try.
     """
 
     def __init__(
@@ -45,38 +56,61 @@ class EventLog:
         rank: int,
         *,
         bytes_max: int = FILE_BYTES_MAX,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._filesystem = filesystem
         self._run = run
         self._rank = rank
         self._bytes_max = bytes_max
+        self._now_s = now_s
         self._timeline = 0
         self._file: WriteFile | None = None
         self._size_bytes = 0
         self._early: list[Event] = []  # before the first timeline
+        self._pause_until_s = -math.inf
+        self._has_warned = False
 
-    def __repr__(self) -> str:
-        return f"the event log in {self._run / EVENTS_DIR}"
+    def __str__(self) -> str:
+        return str(self._run / EVENTS_DIR)
 
     def __call__(self, event: Event) -> None:
-        """Append an event.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Append an event."""
         if event.timeline == 0:
             self._early.append(event)
             return
-        if event.timeline != self._timeline or self._size_bytes >= self._bytes_max:
-            self._open(event.timeline)
-        for one in [*self._early, event]:
-            self._append(one.to_line())
-        self._early = []
+        # Of a timeline that was left: told late, and its file is closed.
+        if event.timeline < self._timeline or self._now_s() < self._pause_until_s:
+            return
+        try:
+            self._write([*self._early, event])
+            self._early = []
+        except OSError as error:
+            self._pause_until_s = self._now_s() + RETRY_S
+            with contextlib.suppress(OSError):
+                self.close()
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("the event log has gaps: %s cannot be written: %s", self, error)
 
-    def _append(self, line: bytes) -> None:
-        assert self._file is not None
-        self._file.write(memoryview(line), self._size_bytes)
-        self._size_bytes += len(line)
+    def _write(self, events: Sequence[Event]) -> None:
+        timeline = events[-1].timeline
+        opens = timeline != self._timeline or self._file is None
+        opens = opens or self._size_bytes >= self._bytes_max
+        # Looked at now and then: somebody may have deleted the folder.
+        if opens or (events[-1].kind == "progress" and not self._is_there()):
+            self._open(timeline)
+        for event in events:
+            line = event.to_line()
+            assert self._file is not None
+            self._file.write(memoryview(line), self._size_bytes)
+            self._size_bytes += len(line)
+
+    def _is_there(self) -> bool:
+        path = event_file(self._run, self._timeline, self._rank)
+        try:
+            return path.name in {entry.name for entry in self._filesystem.scan(path.parent)}
+        except FileNotFoundError:
+            return False
 
     def _open(self, timeline: int) -> None:
         self.close()
@@ -84,7 +118,8 @@ class EventLog:
         for folder in (path.parent.parent, path.parent):
             with contextlib.suppress(FileExistsError):
                 self._filesystem.make_dir(folder)
-        # There is one if it has grown large, or is that of a run that was deleted before.
+        # There is one if it has grown large, could not be written, or is that of a run that was
+        # deleted before.
         with contextlib.suppress(FileNotFoundError):
             older = event_file(self._run, timeline, self._rank, older=True)
             self._filesystem.rename(path, older)
@@ -94,9 +129,10 @@ class EventLog:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        file = self._file
         self._file = None
+        if file is not None:
+            file.close()
 
 
 def read_events(
@@ -146,18 +182,26 @@ class EventFollower:
         self._offsets: dict[bytes, int] = {}
 
     def read(self) -> list[Event]:
-        """Return the events since the last call, in the order of their times.
+        """Return the events since the last call: by timeline, and in each by time.
+
+        The events of one rank keep their order, whatever its clock did. Lines that are no events of
+        the file's rank and timeline are left out, and so is a file that cannot be read.
 
         Raises:
-            OSError: a file cannot be read.
+            OSError: the folder cannot be read.
         """
-        found: list[Event] = []
-        for path in self._files():
-            # Deleted, or renamed a moment ago: the next call finds it by its new name.
-            with contextlib.suppress(FileNotFoundError):
-                lines = self._new_lines(path)
-                found.extend(one for line in lines if (one := Event.from_line(line)) is not None)
-        return sorted(found, key=lambda event: event.unix_s)
+        found: list[tuple[int, float, Event]] = []
+        for path, timeline, rank in self._files():
+            # Deleted or renamed a moment ago, or no regular file.
+            with contextlib.suppress(OSError):
+                latest_s = 0.0
+                for line in self._new_lines(path):
+                    event = Event.from_line(line)
+                    if event is None or event.rank != rank or event.timeline not in (0, timeline):
+                        continue
+                    latest_s = max(latest_s, event.unix_s)
+                    found.append((timeline, latest_s, event))
+        return [event for _, _, event in sorted(found, key=lambda one: one[:2])]
 
     def _new_lines(self, path: PurePath) -> list[bytes]:
         file = self._filesystem.open(path)
@@ -172,18 +216,20 @@ class EventFollower:
         self._offsets[first] = offset + len(whole)
         return whole.splitlines()
 
-    def _files(self) -> Iterator[PurePath]:
+    def _files(self) -> Iterator[tuple[PurePath, int, int]]:
+        """Yield the files, with their timelines and ranks; older ones first."""
         folder = self._run / EVENTS_DIR
         try:
-            names = [entry.name for entry in self._filesystem.scan(folder)]
+            names = [entry.name for entry in self._filesystem.scan(folder) if entry.kind == "dir"]
         except FileNotFoundError:
             return
         timelines = sorted((n, name) for name in names if (n := parse_timeline(name)) is not None)
-        for _, name in timelines[-(self._newest or 0) :]:
+        for timeline, name in timelines[-(self._newest or 0) :]:
             for file in self._filesystem.scan(folder / name):
                 match = _RANK.fullmatch(file.name)
-                if match is not None and self._rank in (None, int(match[1])):
-                    yield folder / name / file.name
+                if match is None or file.kind != "file" or self._rank not in (None, int(match[1])):
+                    continue
+                yield folder / name / file.name, timeline, int(match[1])
 
 
 def _read(file: ReadFile, offset: int, size_bytes: int) -> bytes:

@@ -7,7 +7,7 @@ libraries are imported when a sink is created.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -89,6 +89,8 @@ class Prometheus:
         self._registry = self._library.CollectorRegistry() if registry is None else registry
         self._textfile = None if textfile is None else os.fspath(textfile)
         self._gauges: dict[str, Any] = {}
+        # By rank: names and labels of the last progress.
+        self._told: dict[int, set[tuple[str, tuple[Any, ...]]]] = {}
         self._events = self._library.Counter(
             f"{_PREFIX}_events", "Events by kind", ["rank", "kind"], registry=self._registry
         )
@@ -104,24 +106,33 @@ class Prometheus:
         self._events.labels(event.rank, event.kind).inc()
         if event.kind != "progress":
             return
-        for name, value in {"step": event.step, **event.details}.items():
-            if isinstance(value, Mapping):
-                for key, one in value.items():
-                    self._set(name, one, event.rank, key)
-            else:
-                self._set(name, value, event.rank)
+        told = {
+            (name, label)
+            for name, value in {"step": event.step, **event.details}.items()
+            for label in self._set_all(name, value, event.rank)
+        }
+        # A value that is not known any more must not stay as it was.
+        for name, labels in self._told.get(event.rank, set()) - told:
+            self._gauges[name].remove(*labels)
+        self._told[event.rank] = told
         if self._textfile is not None:
             self._library.write_to_textfile(self._textfile, self._registry)
 
-    def _set(self, name: str, value: Any, rank: int, key: str | None = None) -> None:
-        if not isinstance(value, (int, float)):
-            return
-        labels = ["rank"] if key is None else ["rank", "cause" if name == "stall_s" else "place"]
-        if name not in self._gauges:
-            self._gauges[name] = self._library.Gauge(
-                f"{_PREFIX}_{name}", f"{name} of everstep", labels, registry=self._registry
-            )
-        self._gauges[name].labels(*([rank] if key is None else [rank, key])).set(value)
+    def _set_all(self, name: str, value: Any, rank: int) -> Iterator[tuple[Any, ...]]:
+        """Set the gauges of a field; yield their labels."""
+        by_key = isinstance(value, Mapping)
+        values = value if isinstance(value, Mapping) else {None: value}
+        names = ["rank", "cause" if name == "stall_s" else "place"] if by_key else ["rank"]
+        for key, one in values.items():
+            if not isinstance(one, (int, float)):
+                continue
+            if name not in self._gauges:
+                self._gauges[name] = self._library.Gauge(
+                    f"{_PREFIX}_{name}", f"{name} of everstep", names, registry=self._registry
+                )
+            labels = (rank, key) if by_key else (rank,)
+            self._gauges[name].labels(*labels).set(one)
+            yield labels
 
     def close(self) -> None:
         """End the HTTP endpoint."""

@@ -7,6 +7,7 @@ delays no other one, and not training; what its queue cannot hold is dropped and
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -24,12 +25,15 @@ Listener = Callable[[Event], Any]
 _log = logging.getLogger("everstep")
 
 _QUEUED = 10_000  # events
-_FAILURES = 3  # in a row, after which a listener is removed
-_CLOSE_S = 5.0  # longest wait for a listener at the end
+_FAILURES = 3  # after which a listener is removed
+_FORGIVEN = 100  # successes after which earlier failures do not count
+_CLOSE_S = 2.0  # longest wait for listeners at the end
 _GATHER_S = 0.1  # events of this time are delivered together: a thread that wakes up takes the GIL
 _NEWEST_EVERY_S = 1.0
 _NEWEST_ONLY = ("log_durable",)
 """Kinds that may come with every step: at most one a second is delivered for each tier."""
+_IN_ORDER = ("recovery", "progress", "closed")
+"""Kinds before which those that wait are delivered: steps of an earlier timeline come first."""
 
 
 def parse_listeners(given: object) -> tuple[Listener, ...]:
@@ -107,6 +111,7 @@ class _Delivery:
         self._news = threading.Event()
         self._stopping = threading.Event()
         self._failures = 0
+        self._successes = 0  # since the last failure
         self._dropped = 0
         # By kind and tier: the newest event that waits, and when the last one was delivered.
         self._waiting: dict[tuple[str, str], Event] = {}
@@ -117,6 +122,8 @@ class _Delivery:
     def put(self, event: Event) -> None:
         """Queue an event, or drop it if the queue is full; from any thread."""
         if len(self._queue) >= _QUEUED:
+            if not self._dropped:
+                _log.warning("events are dropped: %s is too slow, or hangs", self._name)
             self._dropped += 1
             return
         self._queue.append(event)
@@ -130,8 +137,18 @@ class _Delivery:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end."""
-        if self._thread.is_alive():  # not in a forked child
-            self._thread.join(timeout_s)
+        # Not alive in a forked child. The garbage collector may drop the stream in this very
+        # thread.
+        if not self._thread.is_alive() or self._thread is threading.current_thread():
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            _log.warning("the last events were not delivered: %s hangs", self._name)
+
+    @property
+    def _name(self) -> str:
+        listener: Any = self._listener
+        return str(getattr(listener, "__qualname__", type(listener).__qualname__))
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -139,29 +156,31 @@ class _Delivery:
             self._stopping.wait(_GATHER_S)
             self._news.clear()
             self._deliver()
-        # Without a wait between the last two: events queued before stop() are all there.
+        # Events that were queued before stop() are all there.
         self._deliver()
-        self._delivered_s = {}
-        self._deliver_waiting(time.monotonic())
+        self._deliver_waiting(all_of_them=True)
         if self._dropped:
-            _log.warning("%d events were dropped: %r was too slow", self._dropped, self._listener)
+            _log.warning("%d events were dropped: %s was too slow", self._dropped, self._name)
         close = getattr(self._listener, "close", None)
         if close is not None:
             self._guarded(close)
 
     def _deliver(self) -> None:
-        now_s = time.monotonic()
         while self._queue:
             event = self._queue.popleft()
             if event.kind in _NEWEST_ONLY:
                 self._waiting[event.kind, str(event.details.get("tier"))] = event
-            else:
-                self._tell(event)
-        self._deliver_waiting(now_s)
+                continue
+            if event.kind in _IN_ORDER:
+                self._deliver_waiting(all_of_them=True)
+            self._tell(event)
+        self._deliver_waiting()
 
-    def _deliver_waiting(self, now_s: float) -> None:
+    def _deliver_waiting(self, *, all_of_them: bool = False) -> None:
+        now_s = time.monotonic()
         for key, event in list(self._waiting.items()):
-            if now_s - self._delivered_s.get(key, -_NEWEST_EVERY_S) >= _NEWEST_EVERY_S:
+            since_s = now_s - self._delivered_s.get(key, -math.inf)
+            if all_of_them or since_s >= _NEWEST_EVERY_S:
                 del self._waiting[key]
                 self._delivered_s[key] = now_s
                 self._tell(event)
@@ -173,14 +192,25 @@ class _Delivery:
     def _guarded(self, function: Callable[..., Any], *args: Any) -> None:
         try:
             function(*args)
-            self._failures = 0
         # A listener is the user's code, and may raise anything: training goes on.
         except BaseException as error:
+            self._successes = 0
             self._failures += 1
             ends = self._failures == _FAILURES
             _log.warning(
-                "a listener for events failed: %r raised %r%s",
-                self._listener,
-                error,
+                "a listener for events failed: %s raised %s%s",
+                self._name,
+                _words_of(error),
                 "; it is called no more" if ends else "",
             )
+            return
+        self._successes += 1
+        if self._successes == _FORGIVEN:
+            self._failures = 0
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__

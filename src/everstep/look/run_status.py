@@ -7,7 +7,7 @@ no file.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ MEMORY = "memory"
 _NEAREST = (MEMORY, DISK, PEER)
 _PACE_S = 60.0  # the pace is that of this time
 _ERRORS = ("failure", "base_failed", "notice", "replica_stopped")
+KEPT_S = 600.0
+"""Time that a keeper keeps its memory after its trainer is gone (``KeeperOptions.linger_s``)."""
 _TOLD_MAX = 200  # errors and recoveries that are kept of each rank
 
 FAILURES: Mapping[str, str] = {
@@ -77,6 +79,7 @@ class RankStatus:
     Attributes:
         progress: events of progress of the last minute, at least two if there were any.
         told: last failures, notices and recoveries.
+        timeline: newest timeline; events of older ones, told late, do not count.
     """
 
     started: Event | None = None
@@ -84,11 +87,14 @@ class RankStatus:
     progress: deque[Event] = field(default_factory=deque)
     told: deque[Event] = field(default_factory=lambda: deque(maxlen=_TOLD_MAX))
     recovery: Event | None = None
-    durable: dict[str, Event] = field(default_factory=dict)
+    timeline: int = 0
     keepers_lost: int = 0
 
     def add(self, event: Event) -> None:
         """Add the next event."""
+        if 0 < event.timeline < self.timeline:
+            return
+        self.timeline = max(self.timeline, event.timeline)
         self.last = event
         if event.kind == "started":
             self.started = event
@@ -101,8 +107,6 @@ class RankStatus:
             self.recovery = event
             self.progress.clear()
             self.told.append(event)
-        elif event.kind == "base_durable":
-            self.durable[str(event.details.get("tier"))] = event
         elif event.kind in _ERRORS:
             self.told.append(event)
         elif event.kind == "keeper" and event.details.get("lost"):
@@ -112,7 +116,8 @@ class RankStatus:
     @property
     def step(self) -> int:
         """Newest step that is known."""
-        return 0 if self.last is None else self.last.step
+        newest = self.progress[-1] if self.progress else self.recovery
+        return 0 if newest is None else newest.step
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -154,17 +159,29 @@ class RankStatus:
     def steps_by_place(self) -> dict[str, int]:
         """Newest step that can be restored from each place."""
         figures = self.figures
-        known = {
-            MEMORY: figures.get("recoverable_step"),
-            DISK: figures.get("durable_step"),
-            **figures.get("recoverable_from", {}),
-        }
+        in_memory = figures.get("recoverable_step")
+        on_disk = figures.get("durable_step")
+        known = {DISK: on_disk, **figures.get("recoverable_from", {})}
+        # Without a keeper process, or without steps beyond the disk, this is the disk's.
+        if in_memory is not None and (on_disk is None or in_memory > on_disk):
+            known[MEMORY] = in_memory
         return {place: step for place, step in known.items() if step is not None}
 
     def _span(self) -> tuple[Event | None, Event | None]:
         if len(self.progress) < 2:
             return None, None
         return self.progress[0], self.progress[-1]
+
+
+def _common_steps(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the newest step that every rank can restore from each place."""
+    places = set.intersection(*map(set, ranks))
+    steps = {place: min(one[place] for one in ranks) for place in places}
+    # One rank's memory is as good as another one's disk, if only processes die.
+    in_memory = min(max(one.get(MEMORY, -1), one.get(DISK, -1)) for one in ranks)
+    if in_memory > steps.get(DISK, -1):
+        steps[MEMORY] = in_memory
+    return steps
 
 
 def _distance(place: str) -> tuple[int, str]:
@@ -191,17 +208,23 @@ class RunStatus:
     @property
     def active(self) -> list[RankStatus]:
         """Ranks of the newest timeline: a job may continue with fewer."""
-        newest = max((self._timeline(one) for one in self.ranks.values()), default=0)
-        return [one for one in self.ranks.values() if self._timeline(one) == newest]
-
-    @staticmethod
-    def _timeline(one: RankStatus) -> int:
-        return 0 if one.last is None else one.last.timeline
+        return [one for one in self.ranks.values() if one.timeline == self.timeline]
 
     @property
     def timeline(self) -> int:
         """Newest timeline."""
-        return max((self._timeline(one) for one in self.ranks.values()), default=0)
+        return max((one.timeline for one in self.ranks.values()), default=0)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks of the newest start."""
+        started = [one.started for one in self.active if one.started is not None]
+        return max((int(event.details.get("world", 1)) for event in started), default=1)
+
+    @property
+    def silent_ranks(self) -> int:
+        """Number of ranks of the newest start that have told no progress yet."""
+        return max(0, self.world - sum(bool(one.progress) for one in self.active))
 
     @property
     def step(self) -> int:
@@ -233,17 +256,23 @@ class RunStatus:
         known = [value for one in self.active if (value := one.figures.get(name)) is not None]
         return sum(known) if known else None
 
-    def losses(self, survival_of: Survival) -> list[Loss]:
-        """Return what each failure would cost; empty before the first progress.
+    def losses(self, survival_of: Survival, age_s: float = 0.0) -> list[Loss]:
+        """Return what each failure would have cost at the last progress.
 
-        A step counts for a place if every rank can restore it from there.
+        A step counts for a place if every rank can restore it from there. Nothing is claimed
+        (an empty list) before every rank of the start has told its progress.
+
+        Args:
+            age_s: seconds since then. The memory of a keeper is given up some time after the
+                training process has ended.
         """
-        ranks = [one for one in self.active if one.progress]
-        if not ranks:
+        if self.silent_ranks or not self.active:
             return []
-        now = min(one.progress[-1].step for one in ranks)
-        places = set.intersection(*(set(one.steps_by_place) for one in ranks))
-        steps = {place: min(one.steps_by_place[place] for one in ranks) for place in places}
+        ranks = [one for one in self.active if one.progress]
+        now = max(one.progress[-1].step for one in ranks)
+        steps = _common_steps([one.steps_by_place for one in ranks])
+        if age_s > KEPT_S:
+            steps.pop(MEMORY, None)
         survived = {place: _ORDER.index(survival_of(place)) for place in steps}
         found = []
         for number, failure in enumerate(_ORDER):
@@ -270,6 +299,13 @@ class RunStatus:
         """Time of the newest event of the rank that was silent for longest; None without events."""
         times = [one.last.unix_s for one in self.active if one.last is not None]
         return min(times, default=None)
+
+    @property
+    def as_of_unix_s(self) -> float | None:
+        """Time of the oldest last progress of the ranks; None before there is one of each."""
+        if self.silent_ranks:
+            return None
+        return min((one.progress[-1].unix_s for one in self.active if one.progress), default=None)
 
     @property
     def is_closed(self) -> bool:

@@ -145,7 +145,8 @@ class Scheme:
         tiers: tiers that bases go to.
         outlives: memory outlives the training process.
         log_tiers: tiers that the log goes to, with the steps that it may lag there.
-        log_share: size of the log relative to the gradients.
+        log_share: size of the log relative to the gradients that training consumes.
+        far_log_share: the same in all tiers but memory; None: as in memory.
         log_exact: state replayed from the log is that of uninterrupted training.
         each_step: memory also holds a capture of each step (Checkflow).
         rarely: of so many bases one goes to the store.
@@ -161,6 +162,7 @@ class Scheme:
     outlives: bool = True
     log_tiers: tuple[tuple[str, int], ...] = ()
     log_share: float = 1.0
+    far_log_share: float | None = None
     log_exact: bool = True
     each_step: bool = False
     rarely: int = 1
@@ -198,7 +200,7 @@ SCHEMES: Mapping[str, Scheme] = {
                (MEMORY, STORE), log_tiers=((MEMORY, 0),)),
         Scheme("tiercheck", "a log in memory, approximate in other nodes and the store",
                "overlapped", _EVERYWHERE, log_tiers=((MEMORY, 0), (PEER, 1), (STORE, 5)),
-               log_share=0.03, log_exact=False),
+               far_log_share=0.03, log_exact=False),
         Scheme("logged+peer", "a log in the keeper and in the memory of the next node",
                "overlapped", _EVERYWHERE, log_tiers=((MEMORY, 0), (PEER, 1))),
         Scheme("logged+peer+store", "the same log in the store, too", "overlapped", _EVERYWHERE,
@@ -318,21 +320,29 @@ class SchemeCosts:
         self.cluster = cluster
         self.training = training
         self.scheme = scheme
-        self.log_bytes = training.gradient_bytes * scheme.log_share if scheme.log_tiers else 0.0
         # A log that is larger than the link takes is not there at all.
         self.log_lags = {
             tier: lag
             for tier, lag in scheme.log_tiers
-            if self.log_bytes <= cluster.bytes_per_s(tier) * training.step_s
+            if self.log_bytes(tier) <= cluster.bytes_per_s(tier) * training.step_s
         }
         self.copy_s = training.state_bytes / cluster.bytes_per_s(MEMORY)
         self.replay_s = training.state_bytes / cluster.gpus / cluster.replay_bytes_per_s
+
+    def log_bytes(self, tier: str) -> float:
+        """Return the bytes of a step of the log in a tier."""
+        scheme = self.scheme
+        far = scheme.far_log_share if tier != MEMORY else None
+        share = scheme.log_share if far is None else far
+        return self.training.gradient_bytes * share
 
     @property
     def step_cost_s(self) -> float:
         """Time that each step waits: gradients are copied before the update that consumes them
         may end."""
-        copied_s = self.log_bytes / self.cluster.bytes_per_s(MEMORY)
+        copied_s = 0.0
+        if self.scheme.log_tiers:
+            copied_s = self.log_bytes(MEMORY) / self.cluster.bytes_per_s(MEMORY)
         if self.scheme.each_step:
             copied_s += max(0.0, self.copy_s - self.training.step_s * self.training.overlap)
         return self.scheme.step_cost_s + copied_s
@@ -363,7 +373,7 @@ class SchemeCosts:
         """Return the time that a base takes to a tier, beside the log."""
         bytes_per_s = self.cluster.bytes_per_s(tier)
         if tier in self.log_lags and tier != MEMORY:
-            bytes_per_s -= self.log_bytes / self.training.step_s
+            bytes_per_s -= self.log_bytes(tier) / self.training.step_s
         return self.training.state_bytes / max(bytes_per_s, 1.0)
 
     def survives(self, tier: str, kind: str) -> bool:
@@ -410,7 +420,7 @@ class SchemeCosts:
 
     def replayed_s(self, tier: str, steps: float) -> float:
         """Return the time to replay steps whose log is read from a tier."""
-        fetch_s = self.log_bytes / self.cluster.bytes_per_s(tier)
+        fetch_s = self.log_bytes(tier) / self.cluster.bytes_per_s(tier)
         return steps * max(self.replay_s, 0.0 if tier == MEMORY else fetch_s)
 
 
@@ -513,6 +523,8 @@ class _Run:
             if base_s + self._stall_s > end_s:
                 # A step is finished or not; training that waits for a base makes none.
                 steps = min(self._due, self._step + (end_s - self._now_s) / self._step_s)
+                # Of a base that is cut off, as long as training waited for it.
+                self.outcome.stall_s += max(0.0, end_s - base_s)
                 self.outcome.stall_s += (steps - self._step) * self._costs.step_cost_s
                 self._step = steps
                 self._now_s = end_s
@@ -601,7 +613,7 @@ class _Run:
         costs = self._costs
         steps = self.outcome.steps + self.outcome.lost_steps
         for tier, lag in costs.log_lags.items():
-            self.outcome.written_bytes[tier] += steps * costs.log_bytes
+            self.outcome.written_bytes[tier] += steps * costs.log_bytes(tier)
             if tier == STORE:
                 self.outcome.objects += 2 * costs.cluster.gpus * steps / max(1, lag)
 

@@ -27,6 +27,7 @@ class Life:
         places: ``(time, step)`` of the newest step that each place could restore.
         stalls: cumulative seconds of stall by cause, ``(time, by cause)``.
         last: last event.
+        base_step: step of the newest base that was begun.
     """
 
     recovery: Event
@@ -35,10 +36,13 @@ class Life:
     stalls: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
     figures: Mapping[str, Any] = field(default_factory=dict)
     last: Event | None = None
+    base_step: int = 0
 
     def add(self, event: Event) -> None:
         """Add an event of this timeline."""
         self.last = event
+        if event.kind == "base_begun":
+            self.base_step = event.step
         if event.kind != "progress":
             return
         details = event.details
@@ -57,7 +61,12 @@ class Life:
     @property
     def seconds(self) -> float:
         """Time from the resume to the last event."""
-        return 0.0 if self.last is None else self.last.unix_s - self.recovery.unix_s
+        return 0.0 if self.last is None else max(0.0, self.last.unix_s - self.recovery.unix_s)
+
+    @property
+    def newest_step(self) -> int:
+        """Newest step that the event log knows of."""
+        return max(self.base_step, *(step for _, step in self.steps))
 
     @property
     def ended_in_order(self) -> bool:
@@ -191,7 +200,7 @@ class RunReport:
         """Time from the first event to the last."""
         if not self.lives or self.lives[-1].last is None:
             return 0.0
-        return self.lives[-1].last.unix_s - self.lives[0].recovery.unix_s
+        return max(0.0, self.lives[-1].last.unix_s - self.lives[0].recovery.unix_s)
 
     @property
     def step(self) -> int:
@@ -262,9 +271,9 @@ def _recoveries(lives: Sequence[Life], inventory: Inventory) -> list[Recovery]:
         forked = (
             None if parent is None or parent.parent is None else (parent.parent, parent.fork_step)
         )
-        before = lives[number - 1].last if number else None
-        seen = None if before is None else before.step
-        last_s = None if before is None else before.unix_s
+        before = lives[number - 1] if number else None
+        seen = None if before is None else before.newest_step
+        last_s = None if before is None or before.last is None else before.last.unix_s
         down_s = None if last_s is None else life.recovery.unix_s - last_s
         found.append(Recovery(life, forked, seen, down_s))
     return found

@@ -310,7 +310,10 @@ def page_of(report: RunReport, written_unix_s: float) -> str:
 def _moment(unix_s: float | None) -> str:
     if unix_s is None:
         return ""
-    moment = datetime.datetime.fromtimestamp(unix_s, datetime.timezone.utc)
+    try:
+        moment = datetime.datetime.fromtimestamp(unix_s, datetime.timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return "?"
     return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

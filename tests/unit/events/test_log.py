@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import shutil
 from pathlib import Path, PurePath
 
 import pytest
 
-from everstep.events import KINDS, Event, EventLog, EventStream, read_events
-from everstep.events.log import EventFollower, event_file
-from everstep.seams import ManualClock, PosixFileSystem, WriteFile
+from everstep.events import KINDS, Event, EventLog, read_events
+from everstep.events.log import RETRY_S, EventFollower, event_file
+from everstep.seams import PosixFileSystem, WriteFile
 
 
 def event(step: int, *, timeline: int = 1, rank: int = 0, kind: str = "base_begun") -> Event:
@@ -101,24 +103,113 @@ def test_a_run_without_a_log_has_no_events(tmp_path: Path) -> None:
     assert read_events(tmp_path) == []
 
 
-class Full(PosixFileSystem):
-    """A disk on which nothing more can be written."""
+class Disk(PosixFileSystem):
+    """A disk that may be full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = False
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
-        raise OSError(errno.ENOSPC, "no space left on device")
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return super().create(path, direct=direct)
 
 
-def test_a_full_disk_ends_the_log_with_a_warning(
+def test_a_full_disk_leaves_a_gap_and_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    events = EventStream(ManualClock(), 0, [EventLog(Full(), tmp_path, 0)])
-    events.timeline = 1
+    disk = Disk()
+    now_s = [0.0]
+    log = EventLog(disk, tmp_path, 0, now_s=lambda: now_s[0])
+    log(event(1))
+    disk.is_full = True
     with caplog.at_level(logging.WARNING, "everstep"):
-        for step in range(10):
-            events.emit("base_begun", step)
-        events.close()
-    assert "no space left on device" in caplog.text
-    assert "it is called no more" in caplog.text
+        for step in range(2, 8):
+            log(event(step, timeline=2))
+            now_s[0] += RETRY_S / 2
+    assert caplog.text.count("no space left on device") == 1
+    disk.is_full = False
+    now_s[0] += RETRY_S
+    for step in (9, 10):
+        log(event(step, timeline=2))
+    log.close()
+    assert [one.step for one in read_events(tmp_path)] == [1, 9, 10]
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    log = EventLog(PosixFileSystem(), tmp_path, 0)
+    log(event(1))
+    shutil.rmtree(tmp_path / "events")
+    log(event(2))
+    assert read_events(tmp_path) == []
+    log(event(3, kind="progress"))
+    log(event(4))
+    log.close()
+    assert [one.step for one in read_events(tmp_path)] == [3, 4]
+
+
+def test_a_clock_that_goes_back_changes_no_order(tmp_path: Path) -> None:
+    log = EventLog(PosixFileSystem(), tmp_path, 0)
+    for step, unix_s in ((1, 1000.0), (2, 400.0), (3, 500.0)):
+        log(Event("notice", unix_s, 0, 1, step))
+    log(Event("notice", 100.0, 0, 2, 4))
+    log(Event("notice", 2000.0, 0, 1, 9))  # told late, of a timeline that was left
+    log.close()
+    assert [one.step for one in read_events(tmp_path)] == [1, 2, 3, 4]
+
+
+HOSTILE = (
+    b"[" * 100_000,
+    b'{"event":"notice","unix_s":' + b"9" * 400 + b',"rank":0,"timeline":1,"step":1}',
+    b'{"event":"notice","unix_s":1e300,"rank":0,"timeline":1,"step":1}',
+    b'{"event":"notice","unix_s":"nan","rank":0,"timeline":1,"step":1}',
+    b'{"event":"notice","unix_s":1,"rank":0,"timeline":1,"step":-1}',
+    b'{"event":"notice","unix_s":1,"rank":0,"timeline":1,"step":"12"}',
+    b'{"event":"notice","unix_s":1,"rank":7,"timeline":1,"step":1}',
+    b'{"event":"notice","unix_s":1,"rank":0,"timeline":999999999,"step":1}',
+    b'{"event":"notice","unix_s":1,"rank":true,"timeline":1,"step":1}',
+    *(
+        b'{"event":"progress","unix_s":1,"rank":0,"timeline":1,"step":1,' + field + b"}"
+        for field in (
+            b'"step_s":"1"',
+            b'"step_s":[1]',
+            b'"step_s":1e400',
+            b'"stall_s":5',
+            b'"stall_s":null',
+            b'"stall_s":{"gate":"1"}',
+            b'"stall_s":{"gate":{}}',
+            b'"recoverable_from":[1]',
+            b'"recoverable_from":{"peer":"1"}',
+            b'"durable_step":"1"',
+            b'"written_bytes":"1"',
+            b'"forecast_bytes_per_day":"1"',
+            b'"saves":"1"',
+            b'"world":"2"',
+            b'"seconds":{}',
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_line_that_was_made_up_is_left_out(tmp_path: Path, line: bytes) -> None:
+    log = EventLog(PosixFileSystem(), tmp_path, 0)
+    log(event(1))
+    log.close()
+    path = Path(event_file(tmp_path, 1, 0))
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    assert [one.step for one in read_events(tmp_path)] == [1]
+
+
+def test_files_that_are_none_are_left_out(tmp_path: Path) -> None:
+    log = EventLog(PosixFileSystem(), tmp_path, 0)
+    log(event(1))
+    log.close()
+    os.mkfifo(event_file(tmp_path, 1, 5))
+    (tmp_path / "events" / "timeline-00009").write_text("x")
+    Path(event_file(tmp_path, 1, 6)).symlink_to(event_file(tmp_path, 1, 0))
+    assert [one.step for one in read_events(tmp_path)] == [1]
 
 
 def test_each_kind_is_described() -> None:

@@ -56,7 +56,6 @@ def test_prometheus_in_a_file(tmp_path: Path) -> None:
     sink(BASE)
     assert not path.exists()
     sink(PROGRESS)
-    sink.close()
     lines = path.read_text().splitlines()
     assert 'everstep_step{rank="2"} 40.0' in lines
     assert 'everstep_durable_step{rank="2"} 30.0' in lines
@@ -64,6 +63,13 @@ def test_prometheus_in_a_file(tmp_path: Path) -> None:
     assert 'everstep_recoverable_from{place="peer",rank="2"} 38.0' in lines
     assert 'everstep_events_total{kind="base_durable",rank="2"} 1.0' in lines
     assert not any("mtbf" in line for line in lines)
+    unknown = {"durable_step": None, "recoverable_from": {}, "stall_s": {"gate": 1.0}}
+    later = Event("progress", 1002.0, 2, 1, 41, unknown)
+    sink(later)
+    text = path.read_text()
+    assert "everstep_durable_step{" not in text
+    assert 'place="peer"' not in text
+    assert 'everstep_stall_s{cause="gate",rank="2"} 1.0' in text
 
 
 def test_prometheus_over_http_until_it_is_closed() -> None:

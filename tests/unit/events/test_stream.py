@@ -76,7 +76,9 @@ def test_a_listener_that_hangs_delays_neither_the_program_nor_others(
         other.called.clear()
         while step not in other.steps:
             assert other.called.wait(WAIT_S)
-    events.close()
+    with caplog.at_level(logging.WARNING, "everstep"):
+        events.close()
+    before = caplog.text
     assert other.steps == list(range(50))
     assert not hangs.closed.is_set()
     with caplog.at_level(logging.WARNING, "everstep"):
@@ -86,6 +88,8 @@ def test_a_listener_that_hangs_delays_neither_the_program_nor_others(
     assert hangs.steps == list(range(len(hangs.steps)))
     assert len(hangs.steps) <= 6
     assert f"{50 - len(hangs.steps)} events were dropped" in caplog.text
+    assert "events are dropped" in before
+    assert "the last events were not delivered" in before
 
 
 def test_a_listener_that_fails_is_called_three_times(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,6 +102,55 @@ def test_a_listener_that_fails_is_called_three_times(caplog: pytest.LogCaptureFi
     assert fails.steps == [0, 1, 2]
     assert other.steps == list(range(10))
     assert "it is called no more" in caplog.text
+
+
+def test_failures_that_are_rare_are_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_FORGIVEN", 5)
+    got: list[int] = []
+
+    class Words:
+        def __call__(self, event: Event) -> None:
+            got.append(event.step)
+            if event.step % 10 == 0:
+                raise KeyError
+
+        def __repr__(self) -> str:
+            raise RuntimeError("no words")
+
+    events = streaming(Words())
+    for step in range(60):
+        events.emit("base_begun", step)
+    events.close()
+    assert got == list(range(60))
+
+
+def test_steps_of_an_earlier_timeline_are_told_before_the_recovery() -> None:
+    listener = Listener(blocked=True)
+    events = streaming(listener)
+    events.timeline = 1
+    events.emit("log_durable", 5, tier="disk")
+    events.emit("log_durable", 6, tier="disk")
+    events.timeline = 2
+    events.emit("recovery", 3)
+    listener.free.set()
+    events.close()
+    assert [(one.kind, one.step) for one in listener.got][-2:] == [
+        ("log_durable", 6),
+        ("recovery", 3),
+    ]
+
+
+def test_a_stream_may_be_dropped_by_its_own_listener() -> None:
+    kept: list[Any] = []
+    ended = threading.Event()
+
+    def listener(event: Event) -> None:
+        kept.clear()  # the last reference to the stream
+        ended.set()
+
+    kept.append(streaming(listener))
+    kept[0].emit("base_begun", 1)
+    assert ended.wait(WAIT_S)
 
 
 def test_a_listener_may_end_its_thread(caplog: pytest.LogCaptureFixture) -> None:

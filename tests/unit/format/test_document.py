@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 
 import torch
 
+from everstep.events.log import event_file
 from everstep.format import digests, header, names, records
 from everstep.format.header import ShardIdentity, encode_header, header_size_bytes
 from everstep.format.records import (
@@ -84,6 +85,7 @@ def test_files() -> None:
         names.segment_dir(run, 2, 1200, 1205) / names.marker_name(0),
         names.segment_dir(run, 2, 1200, 1205, lossy=True),
         names.timeline_dir(run, 2) / names.SLOTS_DIR / "slot-00000",
+        event_file(run, 2, 0),
     }
     assert paths == {str(path) for path in expected} | {"*" + names.TEMPORARY_SUFFIX}
 

@@ -76,15 +76,65 @@ def test_a_step_counts_if_every_rank_can_restore_it() -> None:
         progress(20, 1.0, rank=0, durable_step=20, recoverable_from={"peer": 20, STORE: 10}),
         progress(19, 1.0, rank=1, durable_step=10, recoverable_from={"peer": 15}),
     ]
-    losses = {loss.failure: loss for loss in RunStatus(ranks).losses(LOSES)}
-    assert (losses["process"].step, losses["process"].lost_steps) == (19, 0)
+    status = RunStatus([*map(begun, (0, 1), (2, 2)), *ranks])
+    losses = {loss.failure: loss for loss in status.losses(LOSES)}
+    # Rank 0 is a step further: that one is lost.
+    assert (losses["process"].step, losses["process"].lost_steps) == (19, 1)
     assert losses["machine"].step == 15
     assert losses["rack"].place is None
 
 
+def begun(rank: int, world: int) -> Event:
+    return Event("started", 0.5, rank, 0, 0, {"world": world})
+
+
+@pytest.mark.parametrize("second", [None, told("recovery", 1.0, rank=1)])
+def test_nothing_is_claimed_while_a_rank_is_silent(second: Event | None) -> None:
+    """Its log is on a disk that is not seen here, it has died, or it has not begun."""
+    events = [begun(0, 2), begun(1, 2), progress(20, 1.0)]
+    status = RunStatus([*events, *([] if second is None else [second])])
+    assert (status.losses(LOSES), status.silent_ranks, status.as_of_unix_s) == ([], 1, None)
+    status.add(progress(10, 2.0, rank=1))
+    assert (status.silent_ranks, status.as_of_unix_s) == (0, 1.0)
+    assert [loss.lost_steps for loss in status.losses(LOSES)] == [10, 10, 20, 20]
+
+
+def test_the_memory_of_a_keeper_is_given_up_in_time() -> None:
+    status = RunStatus([progress(59, 1.0)])
+    assert status.losses(LOSES, 100.0)[0].place == "memory"
+    assert status.losses(LOSES, 1000.0)[0] == Loss("process", "disk", 50, 9, None)
+
+
+def test_without_a_keeper_process_there_is_only_the_disk() -> None:
+    status = RunStatus([progress(59, 1.0, recoverable_step=50)])
+    assert status.losses(LOSES)[0] == Loss("process", "disk", 50, 9, None)
+
+
+def test_events_of_a_timeline_that_was_left_do_not_count() -> None:
+    """An older process goes on, or a clock went back: the newest timeline is the run."""
+    status = RunStatus(
+        [
+            progress(100, 50.0, durable_step=100),
+            told("recovery", 20.0, timeline=2),
+            progress(60, 30.0, timeline=2, durable_step=50),
+            progress(200, 90.0, durable_step=200),
+        ]
+    )
+    assert (status.timeline, status.step) == (2, 60)
+    assert status.losses(LOSES)[1] == Loss("machine", "disk", 50, 10, None)
+
+
+def test_only_progress_says_which_step_it_is() -> None:
+    status = RunStatus([progress(1000, 1.0)])
+    for late in (Event("base_durable", 2.0, 0, 1, 950), Event("notice", 3.0, 0, 1, 0)):
+        status.add(late)
+        assert status.step == 1000
+
+
 def test_a_job_that_goes_on_with_fewer_ranks() -> None:
-    events = [progress(20, 1.0, rank=rank) for rank in (0, 1)]
-    events += [told("recovery", 2.0, timeline=2), progress(30, 3.0, timeline=2)]
+    events = [begun(rank, 2) for rank in (0, 1)]
+    events += [progress(20, 1.0, rank=rank) for rank in (0, 1)]
+    events += [begun(0, 1), told("recovery", 2.0, timeline=2), progress(30, 3.0, timeline=2)]
     status = RunStatus(events)
     assert (status.timeline, len(status.active), status.step) == (2, 1, 30)
 

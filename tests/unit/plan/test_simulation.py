@@ -118,6 +118,20 @@ def test_a_capture_of_each_step() -> None:
     assert SchemeCosts(slow, TRAINING, SCHEMES["checkflow"]).step_cost_s == pytest.approx(1.1)
 
 
+def test_a_base_that_is_cut_off_has_stalled_training() -> None:
+    """Bases of 30 s every 10 steps: the second one begins at 50 s, and is cut off after 5 s."""
+    found = simulate(cluster(), TRAINING, SYNC, 300.0, [(55.0, "process")], interval_steps=10)
+    assert found.lost_steps == 10.0
+    whole = found.steps + found.lost_steps + found.stall_s + found.down_s
+    assert whole == pytest.approx(300.0)
+
+
+def test_only_copies_of_an_approximate_log_are_small() -> None:
+    costs = SchemeCosts(cluster(link_bytes_per_s=1.0), TRAINING, SCHEMES["tiercheck"])
+    assert costs.step_cost_s == pytest.approx(1.0)  # a byte of gradients each, whole
+    assert costs.log_bytes(STORE) == pytest.approx(0.12)
+
+
 def test_an_approximate_log_is_counted() -> None:
     found = simulate(
         cluster(), TRAINING, SCHEMES["tiercheck"], 300.0, [(23.5, "node")], interval_steps=10

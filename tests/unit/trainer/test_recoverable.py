@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,10 @@ PLACES = ("s3://bucket/run", "/disk/copies")
 class Training:
     """A training process whose keeper sends copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, exact: Collection[str] = ("peer", *PLACES)) -> None:
         self.keepers: Any = SimpleNamespace(current=None, peer_log_step=None)
         self.recorder: Any = SimpleNamespace(stats=SimpleNamespace(holes=0))
-        self.steps = RecoverableSteps(self.keepers, [], self.recorder, PLACES)
+        self.steps = RecoverableSteps(self.keepers, [], self.recorder, PLACES, exact)
 
 
 def test_a_place_has_what_its_base_and_log_lead_to() -> None:
@@ -61,3 +62,14 @@ def test_a_new_keeper_has_sent_nothing() -> None:
     service: Any = None
     steps.start(service)
     assert steps.by_place == {}
+
+
+def test_an_approximate_log_leads_nowhere_exactly() -> None:
+    training = Training(exact=["/disk/copies"])
+    training.steps.base_taken(Save(10, 1))
+    for place in (0, 1):
+        training.steps.copied(place, 10, None)
+        training.steps.copied(place, None, 14)
+    training.steps.base_everywhere(10)
+    training.keepers.peer_log_step = 17
+    assert training.steps.by_place == {"s3://bucket/run": 10, "/disk/copies": 14, "peer": 10}

@@ -26,7 +26,6 @@ from everstep.cli.common.runs import checked_path
 from everstep.cli.plan.schedule_output import check_picture
 from everstep.config.given import one_of
 from everstep.errors import OptionError
-from everstep.tiers import storage_errors
 
 if TYPE_CHECKING:
     from everstep.plan.simulation import Cluster, Outcome, Training
@@ -200,6 +199,8 @@ def _notes(one: Outcome) -> str:
 
 def _draw(outcomes: list[Outcome], title: str, path: Path) -> None:
     """Draw one bar for each method: the share of the time without useful steps, by cause."""
+    from everstep.tiers import storage_errors
+
     agg: Any = importlib.import_module("matplotlib.backends.backend_agg")
     figures: Any = importlib.import_module("matplotlib.figure")
     shown = sorted(outcomes, key=lambda one: one.goodput)

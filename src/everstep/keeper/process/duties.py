@@ -268,5 +268,11 @@ class Duties:
         if base.timeline == timeline.number:
             self.logs.drop_older(base.timeline)
             timeline.trainer.send(
-                {"kind": "peered", "base": base.step, "step": None, **self.stats()}
+                {
+                    "kind": "peered",
+                    "of_timeline": base.timeline,
+                    "base": base.step,
+                    "step": None,
+                    **self.stats(),
+                }
             )

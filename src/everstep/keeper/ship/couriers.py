@@ -143,7 +143,7 @@ class Couriers:
                 batch_steps=options.log_steps,
                 keep=keep,
                 lossy=shrinking(options),
-                on_step=partial(self._log_arrived, number),
+                on_step=partial(self._log_arrived, number, identity.timeline),
             )
             steps.start()
             self.logs.append(steps)
@@ -166,12 +166,14 @@ class Couriers:
         courier.start(bases, "everstep-base-copy")
         self.bases[number] = bases
 
-    def _log_arrived(self, number: int, step: int) -> None:
-        self._tell({"kind": "copied", "place": number, "base": None, "step": step})
+    def _log_arrived(self, number: int, timeline: int, step: int) -> None:
+        place = {"kind": "copied", "of_timeline": timeline, "place": number}
+        self._tell({**place, "base": None, "step": step})
 
     def _base_arrived(self, number: int, timeline: int, base: BaseId) -> None:
         if base.timeline == timeline:
-            self._tell({"kind": "copied", "place": number, "base": base.step, "step": None})
+            place = {"kind": "copied", "of_timeline": timeline, "place": number}
+            self._tell({**place, "base": base.step, "step": None})
 
     def base_durable(self, base: BaseId | None = None) -> None:
         """Queue a new base in all places.

@@ -149,7 +149,12 @@ class PeerCopies:
                 bytes_per_s=settings["bytes_per_s"],
                 shrink=shrinking(PeerOptions(**settings.get("log", {}))),
                 on_step=lambda step: timeline.trainer.send(
-                    {"kind": "peered", "base": None, "step": step}
+                    {
+                        "kind": "peered",
+                        "of_timeline": timeline.number,
+                        "base": None,
+                        "step": step,
+                    }
                 ),
             )
             timeline.log.listeners.append(exchange.logged)

@@ -626,19 +626,28 @@ class RemoteKeeper:
                 participant.replica_stopped(message["why"], message["for_good"])
         elif kind == "logged":
             self._log_on_disk(message["upto"])
-        elif kind == "peered":
+        elif kind in ("peered", "copied"):
+            self._on_copied(kind, message)
+        elif kind == "rebuilt":
+            on_rebuilt = self.rebuilding.pop(message["number"], None)
+            if on_rebuilt is not None:
+                on_rebuilt(message["whole"])
+
+    def _on_copied(self, kind: str, message: dict[str, Any]) -> None:
+        """Handle a base or a step that has arrived elsewhere."""
+        # Sent before the keeper began this timeline: after a rewind its steps are not those of the
+        # same numbers here, and a promise must not count them.
+        if message["of_timeline"] != self._timeline:
+            return
+        if kind == "peered":
             if message["base"] is not None:
                 for participant in self._participants:
                     participant.base_everywhere(message["base"])
             if message["step"] is not None:
                 self.peer_log_step = message["step"]
-        elif kind == "copied":
-            for participant in self._participants:
-                participant.copied(message["place"], message["base"], message["step"])
-        elif kind == "rebuilt":
-            on_rebuilt = self.rebuilding.pop(message["number"], None)
-            if on_rebuilt is not None:
-                on_rebuilt(message["whole"])
+            return
+        for participant in self._participants:
+            participant.copied(message["place"], message["base"], message["step"])
 
     def _log_on_disk(self, number: int) -> None:
         for participant in self._participants:

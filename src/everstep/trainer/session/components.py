@@ -167,7 +167,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         base_bytes=max(1, footprint.shape.size_bytes - footprint.static_bytes),
         limits=limits,
     )
-    safe, gate = safe_steps(context, keepers, saver, recorder, participants, place.tiers)
+    safe, gate = safe_steps(context, keepers, saver, recorder, participants, place)
     participants += [saver, cadence, safe, *gate, FirstBatches(state), events]
     components = Components(
         options=options,

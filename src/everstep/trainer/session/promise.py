@@ -13,10 +13,11 @@ from everstep.errors import DeadlineError
 from everstep.link import Save
 from everstep.seams.filesystem import StallTimer
 from everstep.seams.processes import Condition
-from everstep.tiers import TierOptions
+from everstep.tiers.options import PEER
 from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base import Saver
+from everstep.trainer.job import RunPlace
 from everstep.trainer.log import Recorder
 from everstep.trainer.participant import Participant, RestoredState, TrainingContext
 from everstep.trainer.session.recoverable import RecoverableSteps
@@ -30,16 +31,19 @@ def safe_steps(
     saver: Saver,
     recorder: Recorder | None,
     participants: Sequence[Participant],
-    tiers: Sequence[TierOptions],
+    place: RunPlace,
 ) -> tuple[RecoverableSteps, list[Participant]]:
     """Return what tracks the recoverable steps, and what keeps a promise about them: one
     participant, or none without a promise.
 
     Args:
-        tiers: places for copies, in the order of their numbers.
+        place: has the places for copies.
     """
-    places = [tier.where for tier in tiers]
-    recoverable = RecoverableSteps(keepers, participants, recorder, places)
+    names = [tier.where for tier in place.tiers]
+    exact = [tier.where for tier in place.tiers if tier.log == "whole"]
+    if place.peers is not None and place.peers.log == "whole":
+        exact.append(PEER)
+    recoverable = RecoverableSteps(keepers, participants, recorder, names, exact)
     if context.options.promise is None:
         return recoverable, []
     return recoverable, [PromiseGate(context, keepers, saver, recoverable)]

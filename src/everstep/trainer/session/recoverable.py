@@ -27,6 +27,7 @@ class RecoverableSteps(Participant):
         participants: all participants; some know of steps on disk or in the keeper's memory.
         recorder: records the log; None without one.
         places: names of the places for copies, in the order of their numbers.
+        exact: names of those that get the exact log; from the others only bases count.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class RecoverableSteps(Participant):
         participants: Sequence[Participant],
         recorder: Recorder | None,
         places: Sequence[str],
+        exact: Collection[str],
     ) -> None:
+        self._exact = exact
         self._keepers = keepers
         self._participants = participants
         self._recorder = recorder
@@ -98,15 +101,16 @@ class RecoverableSteps(Participant):
     def by_place(self) -> dict[str, int]:
         """Newest step that a base and the log lead to in each place for copies, by its name.
 
-        The log leads there only from a base that is there, and over no update that it lacks.
+        An exact log leads there from a base that is there, and over no update that it lacks.
         """
         found: dict[str, int] = {}
         for number, place in list(self._places.items()):
             if place.base is None:
                 continue
+            name = self._names[number]
             log = self._keepers.peer_log_step if number == _PEERS else place.log
-            leads = log is not None and (place.base, self._holes) in self._holes_before
-            found[self._names[number]] = max(place.base, log if leads and log else 0)
+            leads = name in self._exact and (place.base, self._holes) in self._holes_before
+            found[name] = max(place.base, log if leads and log is not None else 0)
         return found
 
     def name_of(self, place: int) -> str:

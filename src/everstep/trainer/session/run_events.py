@@ -28,6 +28,7 @@ from everstep.version import __version__
 PROGRESS_S = 2.0
 """Seconds between two events of progress, at first."""
 _PROGRESS_COUNT = 2000  # events of progress in each e-fold of a long run
+_PROGRESS_MOST_S = 60.0
 
 FIGURES = (
     "durable_step",
@@ -76,7 +77,7 @@ class RunEvents(Participant):
         self._begun_s = seams.clock.monotonic_s()
         self._told_s = self._begun_s
         self._service: Service | None = None
-        self._newest: tuple[int, int] | None = None  # timeline and step of the newest base
+        self._newest: Save | None = None
 
     def follow(
         self,
@@ -141,10 +142,10 @@ class RunEvents(Participant):
 
     def base_taken(self, save: Save) -> None:
         """Tell of a base, and of its end once it is there."""
-        # A base that is asked for again is the same one.
-        if self._newest == (save.timeline, save.step):
+        # A base that is asked for again is the same one; one taken in place of a failed one is not.
+        if self._newest is save:
             return
-        self._newest = (save.timeline, save.step)
+        self._newest = save
         if not self.stream.has_listeners:
             return
         begun_s = self._clock.monotonic_s()
@@ -200,7 +201,8 @@ class RunEvents(Participant):
         self._step = step
         now_s = self._clock.monotonic_s()
         # Rarer in a long run, so that its event log stays small.
-        every_s = max(PROGRESS_S, (now_s - self._begun_s) / _PROGRESS_COUNT)
+        every_s = (now_s - self._begun_s) / _PROGRESS_COUNT
+        every_s = min(_PROGRESS_MOST_S, max(PROGRESS_S, every_s))
         if now_s - self._told_s >= every_s:
             self._told_s = now_s
             self._progress()

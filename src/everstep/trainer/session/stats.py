@@ -27,6 +27,9 @@ class Stats:
         recoverable_step: newest step that can be restored if only this process dies: on disk, or in
             the keeper's memory (a base, or the log after one). None if unknown. With several
             ranks, according to this rank.
+        recoverable_from: newest step that can be restored exactly from each place of ``tiers=``
+            alone, by its name (``"peer"`` for the memory of other nodes). A place without a base of
+            this process is missing.
         saves: bases requested.
         committed: bases that became durable, without copies in other tiers.
         failed: bases that failed, without copies in other tiers, and failed attempts to replace a
