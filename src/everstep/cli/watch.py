@@ -33,9 +33,8 @@ from everstep.seams import PosixFileSystem
 if TYPE_CHECKING:
     from everstep.look.run_status import Loss, RunStatus, Survival
 
-_SILENT_S = (
-    90.0  # after which a run is shown as silent; progress is told every minute or more often
-)
+# Progress is reported every minute or more often.
+_SILENT_S = 90.0
 _LINES_MAX = 6
 _DAY_S = 86_400.0
 _RATES = {
@@ -150,7 +149,7 @@ class _View:
             "free_bytes": self.free_bytes(),
             "forecast_bytes_per_day": status.total_of("forecast_bytes_per_day"),
             "keepers_lost": sum(one.keepers_lost for one in status.active),
-            "last": [_as_json(event) for event in status.told[-_LINES_MAX:]],
+            "last": [_as_json(event) for event in status.messages[-_LINES_MAX:]],
         }
 
     # --- For people ---------------------------------------------------------------------
@@ -159,9 +158,9 @@ class _View:
         """Return the screen."""
         lines: list[RenderableType] = [self._head(now_s), self._pace(), Text()]
         lines += [self._losses(now_s), Text(), self._bytes()]
-        told = self.status.told[-_LINES_MAX:]
-        if told:
-            lines += [Text(), *(_line(event) for event in told)]
+        messages = self.status.messages[-_LINES_MAX:]
+        if messages:
+            lines += [Text(), *(_line(event) for event in messages)]
         return Group(*lines)
 
     def _head(self, now_s: float) -> Text:

@@ -24,7 +24,7 @@ KINDS: Mapping[str, str] = {
     "progress": "counters: seconds of a step, stalls by cause, newest recoverable steps, bytes",
     "closed": "close() has ended; nothing follows",
 }
-"""Kinds of events, with what each tells."""
+"""Kinds of events, with a description of each."""
 
 
 @dataclass(frozen=True, slots=True)

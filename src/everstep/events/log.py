@@ -78,7 +78,7 @@ class EventLog:
         if event.timeline == 0:
             self._early.append(event)
             return
-        # Of a timeline that was left: told late, and its file is closed.
+        # Of a timeline that was left, and delivered late: its file is closed.
         if event.timeline < self._timeline or self._now_s() < self._pause_until_s:
             return
         try:
@@ -178,7 +178,7 @@ class EventFollower:
         self._rank = rank
         self._newest = newest
         self._filesystem = PosixFileSystem() if filesystem is None else filesystem
-        # By the first line, which tells a file whatever its name: a large one is renamed.
+        # By the first line, which identifies a file whatever its name: a large one is renamed.
         self._offsets: dict[bytes, int] = {}
 
     def read(self) -> list[Event]:

@@ -90,7 +90,7 @@ class Prometheus:
         self._textfile = None if textfile is None else os.fspath(textfile)
         self._gauges: dict[str, Any] = {}
         # By rank: names and labels of the last progress.
-        self._told: dict[int, set[tuple[str, tuple[Any, ...]]]] = {}
+        self._labelled: dict[int, set[tuple[str, tuple[Any, ...]]]] = {}
         self._events = self._library.Counter(
             f"{_PREFIX}_events", "Events by kind", ["rank", "kind"], registry=self._registry
         )
@@ -106,15 +106,15 @@ class Prometheus:
         self._events.labels(event.rank, event.kind).inc()
         if event.kind != "progress":
             return
-        told = {
+        labelled = {
             (name, label)
             for name, value in {"step": event.step, **event.details}.items()
             for label in self._set_all(name, value, event.rank)
         }
         # A value that is not known any more must not stay as it was.
-        for name, labels in self._told.get(event.rank, set()) - told:
+        for name, labels in self._labelled.get(event.rank, set()) - labelled:
             self._gauges[name].remove(*labels)
-        self._told[event.rank] = told
+        self._labelled[event.rank] = labelled
         if self._textfile is not None:
             self._library.write_to_textfile(self._textfile, self._registry)
 

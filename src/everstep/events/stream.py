@@ -77,7 +77,7 @@ class EventStream:
         self._ends = weakref.finalize(self, _end, self._deliveries)
 
     def emit(self, kind: str, step: int, **details: Any) -> None:
-        """Tell all listeners of an event; from any thread, without waiting."""
+        """Queue an event for all listeners; from any thread, without waiting."""
         if not self._deliveries:
             return
         event = Event(kind, self._clock.unix_s(), self._rank, self.timeline, step, details)
@@ -173,7 +173,7 @@ class _Delivery:
                 continue
             if event.kind in _IN_ORDER:
                 self._deliver_waiting(all_of_them=True)
-            self._tell(event)
+            self._pass_on(event)
         self._deliver_waiting()
 
     def _deliver_waiting(self, *, all_of_them: bool = False) -> None:
@@ -183,9 +183,9 @@ class _Delivery:
             if all_of_them or since_s >= _NEWEST_EVERY_S:
                 del self._waiting[key]
                 self._delivered_s[key] = now_s
-                self._tell(event)
+                self._pass_on(event)
 
-    def _tell(self, event: Event) -> None:
+    def _pass_on(self, event: Event) -> None:
         if self._failures < _FAILURES:
             self._guarded(self._listener, event)
 

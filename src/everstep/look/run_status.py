@@ -22,7 +22,7 @@ _PACE_S = 60.0  # the pace is that of this time
 _ERRORS = ("failure", "base_failed", "notice", "replica_stopped")
 KEPT_S = 600.0
 """Time that a keeper keeps its memory after its trainer is gone (``KeeperOptions.linger_s``)."""
-_TOLD_MAX = 200  # errors and recoveries that are kept of each rank
+_MESSAGES_MAX = 200  # errors and recoveries that are kept of each rank
 
 FAILURES: Mapping[str, str] = {
     "process": "the training process dies",
@@ -78,14 +78,14 @@ class RankStatus:
 
     Attributes:
         progress: events of progress of the last minute, at least two if there were any.
-        told: last failures, notices and recoveries.
-        timeline: newest timeline; events of older ones, told late, do not count.
+        messages: last failures, notices and recoveries.
+        timeline: newest timeline; events of older ones do not count.
     """
 
     started: Event | None = None
     last: Event | None = None
     progress: deque[Event] = field(default_factory=deque)
-    told: deque[Event] = field(default_factory=lambda: deque(maxlen=_TOLD_MAX))
+    messages: deque[Event] = field(default_factory=lambda: deque(maxlen=_MESSAGES_MAX))
     recovery: Event | None = None
     timeline: int = 0
     keepers_lost: int = 0
@@ -106,12 +106,12 @@ class RankStatus:
         elif event.kind == "recovery":
             self.recovery = event
             self.progress.clear()
-            self.told.append(event)
+            self.messages.append(event)
         elif event.kind in _ERRORS:
-            self.told.append(event)
+            self.messages.append(event)
         elif event.kind == "keeper" and event.details.get("lost"):
             self.keepers_lost += 1
-            self.told.append(event)
+            self.messages.append(event)
 
     @property
     def step(self) -> int:
@@ -223,7 +223,7 @@ class RunStatus:
 
     @property
     def silent_ranks(self) -> int:
-        """Number of ranks of the newest start that have told no progress yet."""
+        """Number of ranks of the newest start without progress yet."""
         return max(0, self.world - sum(bool(one.progress) for one in self.active))
 
     @property
@@ -260,7 +260,7 @@ class RunStatus:
         """Return what each failure would have cost at the last progress.
 
         A step counts for a place if every rank can restore it from there. Nothing is claimed
-        (an empty list) before every rank of the start has told its progress.
+        (an empty list) before every rank of the start has an event of progress.
 
         Args:
             age_s: seconds since then. The memory of a keeper is given up some time after the
@@ -287,10 +287,10 @@ class RunStatus:
         return found
 
     @property
-    def told(self) -> list[Event]:
+    def messages(self) -> list[Event]:
         """Failures, notices and recoveries of all ranks, oldest first."""
         return sorted(
-            (event for one in self.ranks.values() for event in one.told),
+            (event for one in self.ranks.values() for event in one.messages),
             key=lambda event: event.unix_s,
         )
 

@@ -100,7 +100,7 @@ class Recovery:
 
 @dataclass(slots=True)
 class Base:
-    """One base, as the events and the folder tell.
+    """One base, from the events and the folder.
 
     Attributes:
         captured_s: seconds until training could change the state.
@@ -146,7 +146,7 @@ class RunReport:
     Attributes:
         started: events of the starts of rank 0.
         lives: training of rank 0 by timeline, in order.
-        told: failures and notices of all ranks.
+        messages: failures and notices of all ranks.
     """
 
     path: str
@@ -156,7 +156,7 @@ class RunReport:
     lives: list[Life]
     recoveries: list[Recovery]
     bases: list[Base]
-    told: list[Event]
+    messages: list[Event]
     is_verified: bool
 
     @classmethod
@@ -177,7 +177,7 @@ class RunReport:
         lives = _lives(own)
         started = [event for event in own if event.kind == "started"]
         worlds = [int(event.details.get("world", 1)) for event in started]
-        told = [event for event in events if event.kind in ("failure", "notice", "base_failed")]
+        messages = [event for event in events if event.kind in ("failure", "notice", "base_failed")]
         return cls(
             path=str(inventory.path),
             run=inventory.run or "",
@@ -186,7 +186,7 @@ class RunReport:
             lives=lives,
             recoveries=_recoveries(lives, inventory),
             bases=_bases(own, inventory, verdicts or {}),
-            told=told,
+            messages=messages,
             is_verified=verdicts is not None,
         )
 

@@ -24,7 +24,7 @@ BOTTOM = 34
 TOP = 12
 RIGHT = 12
 
-# Colors that are told apart with common color blindness (Okabe and Ito).
+# Distinct with common color blindness (Okabe and Ito).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
 
 

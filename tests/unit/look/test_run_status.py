@@ -153,7 +153,7 @@ def test_failures_and_recoveries_are_listed_by_time() -> None:
         told("keeper", 0.5, lost=None),
     ]
     status = RunStatus(sorted(events, key=lambda event: event.unix_s))
-    assert [event.kind for event in status.told] == ["recovery", "keeper", "failure"]
+    assert [event.kind for event in status.messages] == ["recovery", "keeper", "failure"]
     assert sum(one.keepers_lost for one in status.ranks.values()) == 1
 
 

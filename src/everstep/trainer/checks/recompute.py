@@ -2,7 +2,7 @@
 
 A processor or accelerator that computes wrongly leaves no trace: the digests of a base cover the
 wrong numbers as well. Forward and backward of a step are repeatable where the configuration is
-deterministic, so a second computation finds such an error, and a third one tells which of the two
+deterministic, so a second computation finds such an error, and a third one decides which of the two
 was wrong. Computed in the same process, an error that always strikes the same way is not found.
 """
 

@@ -59,7 +59,7 @@ FIGURES = (
 
 
 class RunEvents(Participant):
-    """Tell listeners what happens to the bases and the log of this rank.
+    """Emit an event for each change of the bases and the log of this rank.
 
     Attributes:
         stream: the events.
@@ -75,7 +75,7 @@ class RunEvents(Participant):
         self._figures: Callable[[int], Stats] | None = None
         self._step = 0
         self._begun_s = seams.clock.monotonic_s()
-        self._told_s = self._begun_s
+        self._progress_s = self._begun_s
         self._service: Service | None = None
         self._newest: Save | None = None
 
@@ -87,7 +87,7 @@ class RunEvents(Participant):
         world: int,
         footprint: Footprint,
     ) -> None:
-        """Tell of the start, and from now on of progress.
+        """Emit the start, and from now on progress.
 
         Args:
             participants: all participants, for their figures.
@@ -112,7 +112,7 @@ class RunEvents(Participant):
         )
 
     def start(self, service: Service) -> None:
-        """Tell of a keeper that has come into service."""
+        """Emit a keeper that has come into service."""
         self.stream.timeline = service.timeline
         before = self._service
         lost = None
@@ -124,7 +124,7 @@ class RunEvents(Participant):
         self._step = service.step
 
     def recovered(self, recovery: Recovery) -> None:
-        """Tell of a resume."""
+        """Emit the result of a resume."""
         self._step = recovery.step
         self._emit(
             "recovery",
@@ -141,7 +141,7 @@ class RunEvents(Participant):
         )
 
     def base_taken(self, save: Save) -> None:
-        """Tell of a base, and of its end once it is there."""
+        """Emit the beginning of a base; its capture and its end follow."""
         # A base that is asked for again is the same one; one taken in place of a failed one is not.
         if self._newest is save:
             return
@@ -173,17 +173,17 @@ class RunEvents(Participant):
         )
 
     def log_on_disk(self, number: int) -> None:
-        """Tell how far the log on disk leads. Any thread."""
+        """Emit the step that the log on disk leads to. Any thread."""
         step = None if self._recoverable is None else self._recoverable.durable_step
         if number > 0 and step is not None:
             self.stream.emit("log_durable", step, tier="disk")
 
     def base_everywhere(self, step: int) -> None:
-        """Tell of a base in the memory of other nodes. Any thread."""
+        """Emit a base that is in the memory of other nodes. Any thread."""
         self.stream.emit("base_durable", step, tier=PEER)
 
     def copied(self, place: int, base: int | None, step: int | None) -> None:
-        """Tell of a base, or of the log, that has arrived in a place for copies. Any thread."""
+        """Emit a base, or a part of the log, that is in a place for copies. Any thread."""
         if self._recoverable is None:
             return
         tier = self._recoverable.name_of(place)
@@ -193,18 +193,18 @@ class RunEvents(Participant):
             self.stream.emit("log_durable", step, tier=tier)
 
     def replica_stopped(self, why: str, for_good: bool) -> None:
-        """Tell that the keeper's replica has stopped. Any thread."""
+        """Emit the end of the keeper's replica. Any thread."""
         self._emit("replica_stopped", message=why, for_good=for_good)
 
     def step_done(self, step: int) -> None:
-        """Tell of progress, now and then."""
+        """Emit progress, if it is due."""
         self._step = step
         now_s = self._clock.monotonic_s()
         # Rarer in a long run, so that its event log stays small.
         every_s = (now_s - self._begun_s) / _PROGRESS_COUNT
         every_s = min(_PROGRESS_MOST_S, max(PROGRESS_S, every_s))
-        if now_s - self._told_s >= every_s:
-            self._told_s = now_s
+        if now_s - self._progress_s >= every_s:
+            self._progress_s = now_s
             self._progress()
 
     def _progress(self) -> None:
@@ -215,7 +215,7 @@ class RunEvents(Participant):
         self._emit("progress", **figures)
 
     def close(self) -> None:
-        """Tell the last figures; with ``method="auto"`` the prediction next to them."""
+        """Emit the last figures; print the prediction of ``method="auto"`` next to them."""
         self._progress()
         self._emit("closed")
         seconds = self._clock.monotonic_s() - self._begun_s
