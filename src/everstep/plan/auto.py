@@ -32,6 +32,8 @@ _HELD = 0.2  # share of a stall that is left if gradients are held (GoCkpt-O, se
 _REPLAY_BYTES_PER_S = 2e9  # of state, until a replay was measured
 _COPY_BYTES_PER_S = 2e9  # until a large base was captured
 _LARGE_BYTES = 64e6
+_SEGMENT_STEPS = 10
+_DISK_SHARE = 0.5  # of a step, that writing its gradients may take
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class Observed:
         load_s: mean seconds of a resume.
         replay_s: seconds to replay a step; None if none was replayed.
         stalled: share of the time that each method has stalled training, bases and log together.
+        resumes, from_memory: resumes of a run that had steps, and those of them from memory.
         base_stall_s: seconds that a lazy base stalled training; None if none was taken.
         state_bytes, gradient_bytes: sizes of a base, and of the gradients of a step.
     """
@@ -78,6 +81,8 @@ class Observed:
     capture_s: float | None = None
     durable_s: float | None = None
     load_s: float = 0.0
+    resumes: int = 0
+    from_memory: int = 0
     replay_s: float | None = None
     stalled: dict[str, float] = field(default_factory=dict)
     base_stall_s: float | None = None
@@ -92,6 +97,11 @@ class Observed:
             events: events of one rank, in the order of their times.
         """
         return _Reader().read(events)
+
+    @property
+    def keeps_memory(self) -> bool:
+        """True if the keeper's memory has mostly survived the failures, as far as is known."""
+        return 2 * self.from_memory >= self.resumes
 
     @property
     def mtbf_s(self) -> float:
@@ -163,6 +173,8 @@ class _Reader:
         start.begun_step = start.step = event.step
         if event.details.get("source") == "fresh":
             return
+        self._found.resumes += 1
+        self._found.from_memory += event.details.get("source") == "memory"
         self._loads.append(_number(event.details, "load_s") or 0.0)
         replayed = _number(event.details, "replayed")
         seconds = _number(event.details, "replay_s")
@@ -205,7 +217,8 @@ class Candidate:
     Attributes:
         wasted: share of the time that it wastes; infinite if it cannot be used.
         overhead: of this, what bases and log cost while nothing fails.
-        lost_s: training that a killed process loses on average.
+        lost_s: training that a failure loses on average.
+        log_to: place of its log, as of ``LogOptions.to``; empty without one.
         why_not: why it cannot be used; empty if it can.
     """
 
@@ -213,6 +226,7 @@ class Candidate:
     wasted: float
     overhead: float = 0.0
     lost_s: float = 0.0
+    log_to: str = ""
     why_not: str = ""
 
 
@@ -231,10 +245,9 @@ class Choice:
     candidates: tuple[Candidate, ...] = ()
 
     @property
-    def predicted(self) -> float | None:
-        """Predicted share of the time that is wasted; None before anything was measured."""
-        found = [one.wasted for one in self.candidates if one.method == self.method]
-        return found[0] if found else None
+    def candidate(self) -> Candidate | None:
+        """Prediction of the method; None before anything was measured."""
+        return next((one for one in self.candidates if one.method == self.method), None)
 
 
 def choose(
@@ -300,6 +313,7 @@ def _without_log(seen: Observed, method: str, stall_s: float) -> Candidate:
 
 def _logged(seen: Observed, host_bytes: float, why_not: str) -> Candidate:
     assert seen.step_s is not None
+    why_not = why_not or _disk_is_too_slow(seen)
     if why_not:
         return Candidate("logged", math.inf, why_not=why_not)
     steps_max = math.inf
@@ -319,7 +333,21 @@ def _logged(seen: Observed, host_bytes: float, why_not: str) -> Candidate:
     best_s = math.sqrt(2 * stall_s * mtbf_s / max(weight, 1e-6))
     interval_s = max(min(best_s, steps_max * seen.step_s), seen.durable_s or 0.0)
     overhead = seen.stalled.get("logged", stall_s / interval_s + tax_s / seen.step_s)
+    # The step in flight; of a log on disk also the steps of a segment that was being written.
+    log_to = "memory" if seen.keeps_memory else "disk"
+    lost_s = seen.step_s / 2 if seen.keeps_memory else _SEGMENT_STEPS * seen.step_s
     again_s = weight * interval_s / 2
-    wasted = overhead + (again_s + seen.load_s) / mtbf_s
-    # The step in flight.
-    return Candidate("logged", wasted, overhead, seen.step_s / 2)
+    wasted = overhead + (again_s + lost_s + seen.load_s) / mtbf_s
+    return Candidate("logged", wasted, overhead, lost_s, log_to)
+
+
+def _disk_is_too_slow(seen: Observed) -> str:
+    """Return why the disk cannot take a log; empty if it can, or need not."""
+    if seen.keeps_memory:
+        return ""
+    if not seen.durable_s or seen.state_bytes <= 0:
+        return "the keeper dies, too, and how fast the disk is was not measured"
+    write_s = seen.gradient_bytes * seen.durable_s / seen.state_bytes
+    assert seen.step_s is not None
+    share = write_s / seen.step_s
+    return "" if share <= _DISK_SHARE else f"the disk takes {share:.0%} of a step for its gradients"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def failing_often() -> list[Event]:
         at_s = BEGIN_S + 100.0 * number
         step = 400 * number
         about = {"method": "lazy", "state_bytes": 12_000, "gradient_bytes": 4_000}
-        source = {"source": "disk" if number else "fresh", "load_s": 0.1}
+        source = {"source": "memory" if number else "fresh", "load_s": 0.1}
         figures = {"step_s": 0.1, "saves": 5, "stall_s": {"capture": 10.0}}
         found += [
             Event("started", at_s, 0, 0, 0, about),
@@ -81,6 +82,23 @@ def test_the_next_start_follows_what_was_measured(
         assert ckpt.resume().step == 6
 
 
+def test_a_log_goes_to_disk_where_the_keeper_dies_too(run: Path) -> None:
+    shutil.rmtree(run / "events")
+    events = failing_often()
+    for number, event in enumerate(events):
+        if event.kind == "recovery":
+            about = {**event.details, "source": "disk"}
+            events[number] = replace(event, details=about)
+        if event.kind == "base_captured":
+            durable = {"tier": "disk", "seconds": 0.01}
+            events[number] = replace(event, kind="base_durable", details=durable)
+    write_events(run, events)
+    live = state()
+    with everstep.Checkpointer(run, live, method="auto") as ckpt:
+        train(ckpt, live, 25)
+    assert list((run / "timeline-00002" / "log").iterdir())
+
+
 def test_an_optimizer_that_cannot_be_replayed_is_not_logged(run: Path) -> None:
     live = state(torch.optim.LBFGS)
     (run / "events").rename(run.parent / "kept")
@@ -117,8 +135,8 @@ def test_the_choice_on_one_screen(run: Path) -> None:
     shown = invoke("plan", "auto", run, columns=160).output
     lines = shown.splitlines()
     assert lines[0].startswith("logged: ")
-    rows = [line.split()[0] for line in lines[2:5]]
-    assert rows == ["logged", "lazy", "gockpt_o"]
+    rows = [line.split("  ")[0] for line in lines[2:5]]
+    assert rows == ["logged, in memory", "lazy", "gockpt_o"]
     assert "a copy takes less than a step" in shown
     assert "with 3 failures: a step 100 ms" in shown
     found = document("plan", "auto", run)

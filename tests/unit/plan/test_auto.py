@@ -28,7 +28,7 @@ SEEN = Observed(
 
 def test_nothing_measured() -> None:
     choice = choose(None)
-    assert (choice.method, choice.predicted, choice.candidates) == ("lazy", None, ())
+    assert (choice.method, choice.candidate, choice.candidates) == ("lazy", None, ())
     assert choose(Observed()).method == "lazy"
 
 
@@ -49,8 +49,20 @@ def test_a_log_where_failures_are_frequent_and_gradients_small() -> None:
     # Gradients take half a millisecond of a step of 0.1 s, and 12 MB are replayed in 6 ms: bases
     # may be sqrt(2 * 0.02 s * 100 s / 0.06) apart.
     assert logged.overhead == pytest.approx(0.005 + 0.02 / math.sqrt(4 / 0.06))
-    assert choice.predicted == logged.wasted
+    assert choice.candidate is logged
+    assert logged.log_to == "memory"
     assert "with a failure every 100 s (lazy 3.00%" in choice.why
+
+
+def test_a_log_on_disk_where_the_keeper_dies_too() -> None:
+    """12 MB are on disk after 0.5 s, so gradients of 1 MB after 42 ms of the 100 of a step."""
+    seen = replace(SEEN, resumes=3, from_memory=1)
+    logged = {one.method: one for one in choose(seen).candidates}["logged"]
+    assert (logged.log_to, logged.lost_s) == ("disk", pytest.approx(1.0))
+    slow = choose(replace(seen, durable_s=1.0))
+    assert slow.method == "lazy"
+    assert "the disk takes 83% of a step for its gradients" in slow.why
+    assert "was not measured" in choose(replace(seen, durable_s=None)).why
 
 
 def test_bases_alone_where_failures_are_rare() -> None:
@@ -136,6 +148,7 @@ def test_measurements_of_earlier_starts() -> None:
     assert (seen.load_s, seen.replay_s) == (0.5, pytest.approx(0.1))
     assert seen.stalled == {"lazy": pytest.approx(1.0 / 20.0)}
     assert seen.base_stall_s == pytest.approx(0.25)
+    assert (seen.resumes, seen.from_memory) == (1, 1)
     assert (seen.state_bytes, seen.gradient_bytes) == (1000, 200)
 
 

@@ -45,7 +45,7 @@ def _document(observed: Observed | None, choice: Choice) -> dict[str, Any]:
     return {
         "method": choice.method,
         "why": choice.why,
-        "predicted": choice.predicted,
+        "predicted": None if choice.candidate is None else choice.candidate.wasted,
         "candidates": candidates,
         "measured": measured,
     }
@@ -55,12 +55,12 @@ def _show(out: Console, observed: Observed | None, choice: Choice) -> None:
     say(out, f"{choice.method}: {choice.why}", "bold")
     if observed is None or not choice.candidates:
         return
-    columns = ("wasted", "of this, bases and log", "lost with a process")
+    columns = ("wasted", "of this, bases and log", "lost at a failure")
     made = table(("method", *columns, ""), right=columns)
     for one in choice.candidates:
         possible = math.isfinite(one.wasted)
         made.add_row(
-            one.method,
+            f"{one.method}, in {one.log_to}" if one.log_to else one.method,
             f"{one.wasted:.2%}" if possible else "-",
             f"{one.overhead:.2%}" if possible else "-",
             seconds_in_words(one.lost_s) if possible else "-",

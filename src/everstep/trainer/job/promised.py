@@ -314,21 +314,26 @@ def with_chosen_method(options: Options, place: RunPlace, state: State) -> Optio
     why_not = _why_not_logged(state)
     host_bytes = options.budget.host_bytes or memory_available_bytes() // 2
     choice = choose(_observed(place), host_bytes=host_bytes, why_not_logged=why_not)
+    candidate = choice.candidate
     method = choice.method
     why = choice.why
+    log_to = "" if candidate is None else candidate.log_to
     if place.job is not None:
-        mine = {"method": method, "why": why, "why_not": why_not}
+        mine = {"method": method, "why": why, "why_not": why_not, "log_to": log_to}
         votes = place.job.exchange("choose a method", mine)
         method = votes[0]["method"]
         why = votes[0]["why"]
+        log_to = votes[0]["log_to"]
         refused = [vote["why_not"] for vote in votes if vote["why_not"]]
         if refused and method != FIRST:
             method = FIRST
             why = refused[0]
     level = logging.INFO if place.ranks.rank == 0 else logging.DEBUG
     log_or_print(f"{place.run}: auto: {method}: {why}", level=level)
-    predicted = choice.predicted if method == choice.method else None
-    return replace(options, method=presets[method], method_name=method, predicted=predicted)
+    predicted = None if candidate is None or method != choice.method else candidate.wasted
+    log = LogOptions(to=log_to) if log_to and method != FIRST else options.log
+    chosen = presets[method]
+    return replace(options, method=chosen, method_name=method, log=log, predicted=predicted)
 
 
 def _observed(place: RunPlace) -> Observed | None:
