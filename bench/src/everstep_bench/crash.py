@@ -31,7 +31,15 @@ from everstep_bench.harness.figures import Verdict, picked, plain
 from everstep_bench.harness.report import Report, Table, ms, number, per_cent
 from everstep_bench.harness.running import kill_keepers
 from everstep_bench.harness.session import Session, session
-from everstep_bench.options import CRASH_ARMS, IDEAL, NONE, STALL_ARMS, CrashOptions, StallOptions
+from everstep_bench.options import (
+    AUTO,
+    CRASH_ARMS,
+    IDEAL,
+    NONE,
+    STALL_ARMS,
+    CrashOptions,
+    StallOptions,
+)
 from everstep_bench.stall.figures import Interval, Row
 from everstep_bench.stall.report import StallReport
 from everstep_bench.stall.run import run_stall
@@ -433,7 +441,7 @@ def run_crash(options: CrashOptions, display: Display) -> CrashReport:
     with session(options, display) as run:
         names = [name for name in options.names() if missing(name) is None]
         check_room(run)
-        wanted = {_stand_in(name) for name in names} - {NONE}
+        wanted = {_stand_in(name) for name in names} - {NONE, AUTO}
         stalls = run_stall(
             StallOptions(
                 params=options.params,
@@ -462,7 +470,7 @@ def _costs(run: Session, names: list[str], stalls: StallReport) -> dict[str, Sav
     (interval,) = stalls.intervals
     found: dict[str, SaveCosts | str] = {}
     for name in names:
-        if name != NONE:
+        if name not in (NONE, AUTO):
             row = next(row for row in interval.rows if row.name == _stand_in(name))
             found[name] = costs_of(interval, row) or row.error or "nothing was measured"
     base = found.get(_LOGGED)
@@ -524,6 +532,8 @@ class Bench:
 
     def _chosen(self, name: str, mtbf_s: float) -> Setting | str:
         """Return the arm with its own best interval; or why there is none."""
+        if name == AUTO:  # it chooses itself
+            return setting_of(self._options, name, 1)
         costs = self.costs.get(name)
         if costs is None:  # it saves nothing
             return setting_of(self._options, NONE, 1)

@@ -339,8 +339,9 @@ class FrequencyOptions(Training):
         return tuple(name for name in STEP_ARMS if name in set(chosen) - {NONE, COMPRESSED})
 
 
+AUTO = "auto"
 CRASH_ARMS = (
-    NONE, "torch.save", "dcp-warm", "sync", "async", "checkfreq", "lazy", *WAYS, "logged"
+    NONE, "torch.save", "dcp-warm", "sync", "async", "checkfreq", "lazy", *WAYS, "logged", AUTO
 )  # fmt: skip
 """All arms that are killed, in the order in which they are shown."""
 

@@ -22,7 +22,7 @@ from everstep.checkpointer import Checkpointer
 from everstep.compress import Compressor
 from everstep.config.method import Method
 from everstep.config.options import KeeperOptions, LogOptions
-from everstep.seams import Seams
+from everstep.seams import PosixFileSystem, Seams
 from everstep.testing.conformance import walk
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.tiers.options import is_url, open_tier
@@ -33,6 +33,7 @@ from everstep_bench.harness.placement import Placement
 from everstep_bench.harness.running import close_run, keepers_of
 from everstep_bench.options import (
     ADAPTIVE,
+    AUTO,
     COMPRESSED,
     NONE,
     STEP_ARMS,
@@ -434,12 +435,14 @@ _DETAILS = {
     ADAPTIVE: "lossy gradients in memory, applied at recovery, not exactly; bases in between",
     "lowdiff": "compressed gradients on disk, {batch_steps} steps at a time; bases in between",
     "lowdiff_plus": "dense gradients applied to the keeper's replica; bases written from there",
+    AUTO: "method and interval chosen at each start, from what earlier ones measured",
 }
+_EVERY = 100  # the default of Checkpointer, in place of which "auto" chooses
 
 
 def missing(arm: str) -> str | None:
     """Why this version has no such arm; None if it has."""
-    if arm in _DETAILS and method_of(arm) is None:
+    if arm in _DETAILS and arm != AUTO and method_of(arm) is None:
         return f'this version has no preset "{arm}"'
     return None
 
@@ -477,7 +480,7 @@ class Ours(StepArm):
             self._folder,
             state,
             method=self._method,
-            every=self.setting.every,
+            every=_EVERY if self.setting.arm == AUTO else self.setting.every,
             keep=1,
             log=self.log(),
             keeper=KeeperOptions(cores=self._placement.others, linger_s=LINGER_KILLED_S),
@@ -498,7 +501,10 @@ class Ours(StepArm):
     def seams(self) -> Seams:
         """Return the seams of its Checkpointer, with the emulated link if there is one."""
         speed = self.setting.link_bytes_per_s
-        return Seams() if speed is None else Seams(lane=lambda: EmulatedLink(speed))
+        lane = None if speed is None else lambda: EmulatedLink(speed)
+        # What "auto" chooses from.
+        events = PosixFileSystem() if self.setting.arm == AUTO else None
+        return Seams(lane=lane, events=events)
 
     def resume(self) -> Recovered:
         """As a training script does."""
