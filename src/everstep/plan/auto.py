@@ -106,9 +106,12 @@ class Observed:
     @property
     def mtbf_s(self) -> float:
         """Seconds between two failures; a day until there were some."""
-        if self.failures < _FAILURES_MIN:
-            return _PRIOR_MTBF_S
-        return self.trained_s / self.failures
+        return self.known_mtbf_s or _PRIOR_MTBF_S
+
+    @property
+    def known_mtbf_s(self) -> float | None:
+        """Seconds between two failures; None until there were some."""
+        return None if self.failures < _FAILURES_MIN else self.trained_s / self.failures
 
 
 class _Reader:

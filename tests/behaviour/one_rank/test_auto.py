@@ -70,6 +70,7 @@ def test_the_next_start_follows_what_was_measured(
     with everstep.Checkpointer(run, live, method="auto") as ckpt:
         assert repr(ckpt).startswith(f"<Checkpointer of {run}: logged, every=auto")
         train(ckpt, live, 6)
+        assert ckpt.stats().mtbf_s == pytest.approx(50.0)
     shown = capsys.readouterr().err
     assert f"{run}: auto: logged: " in shown
     assert "of the time wasted, failures included; stalled" in shown

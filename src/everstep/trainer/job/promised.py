@@ -313,17 +313,21 @@ def with_chosen_method(options: Options, place: RunPlace, state: State) -> Optio
         return options
     why_not = _why_not_logged(state)
     host_bytes = options.budget.host_bytes or memory_available_bytes() // 2
-    choice = choose(_observed(place), host_bytes=host_bytes, why_not_logged=why_not)
+    observed = _observed(place)
+    choice = choose(observed, host_bytes=host_bytes, why_not_logged=why_not)
+    mtbf_s = None if observed is None else observed.known_mtbf_s
     candidate = choice.candidate
     method = choice.method
     why = choice.why
     log_to = "" if candidate is None else candidate.log_to
     if place.job is not None:
-        mine = {"method": method, "why": why, "why_not": why_not, "log_to": log_to}
+        mine = {"method": method, "why": why, "why_not": why_not}
+        mine |= {"log_to": log_to, "mtbf_s": mtbf_s}
         votes = place.job.exchange("choose a method", mine)
         method = votes[0]["method"]
         why = votes[0]["why"]
         log_to = votes[0]["log_to"]
+        mtbf_s = votes[0]["mtbf_s"]
         refused = [vote["why_not"] for vote in votes if vote["why_not"]]
         if refused and method != FIRST:
             method = FIRST
@@ -332,8 +336,18 @@ def with_chosen_method(options: Options, place: RunPlace, state: State) -> Optio
     log_or_print(f"{place.run}: auto: {method}: {why}", level=level)
     predicted = None if candidate is None or method != choice.method else candidate.wasted
     log = LogOptions(to=log_to) if log_to and method != FIRST else options.log
-    chosen = presets[method]
-    return replace(options, method=chosen, method_name=method, log=log, predicted=predicted)
+    every = options.every
+    if every.auto and every.mtbf_s is None:
+        # Measured in all starts; by itself each start would expect a failure a day.
+        every = Every(auto=True, mtbf_s=mtbf_s)
+    return replace(
+        options,
+        method=presets[method],
+        method_name=method,
+        every=every,
+        log=log,
+        predicted=predicted,
+    )
 
 
 def _observed(place: RunPlace) -> Observed | None:
