@@ -311,43 +311,55 @@ def with_chosen_method(options: Options, place: RunPlace, state: State) -> Optio
     """
     if not options.is_auto:
         return options
-    why_not = _why_not_logged(state)
     host_bytes = options.budget.host_bytes or memory_available_bytes() // 2
     observed = _observed(place)
+    why_not = _why_not_logged(state)
     choice = choose(observed, host_bytes=host_bytes, why_not_logged=why_not)
-    mtbf_s = None if observed is None else observed.known_mtbf_s
-    candidate = choice.candidate
-    method = choice.method
-    why = choice.why
-    log_to = "" if candidate is None else candidate.log_to
+    found = choice.candidate
+    decision = _Decision(
+        choice.method,
+        choice.why,
+        log_to="" if found is None else found.log_to,
+        mtbf_s=None if observed is None else observed.known_mtbf_s,
+        predicted=None if found is None else found.wasted,
+        why_not_logged=why_not,
+    )
     if place.job is not None:
-        mine = {"method": method, "why": why, "why_not": why_not}
-        mine |= {"log_to": log_to, "mtbf_s": mtbf_s}
-        votes = place.job.exchange("choose a method", mine)
-        method = votes[0]["method"]
-        why = votes[0]["why"]
-        log_to = votes[0]["log_to"]
-        mtbf_s = votes[0]["mtbf_s"]
-        refused = [vote["why_not"] for vote in votes if vote["why_not"]]
-        if refused and method != FIRST:
-            method = FIRST
-            why = refused[0]
+        decision = _agreed(place.job.exchange("choose a method", decision._asdict()))
     level = logging.INFO if place.ranks.rank == 0 else logging.DEBUG
-    log_or_print(f"{place.run}: auto: {method}: {why}", level=level)
-    predicted = None if candidate is None or method != choice.method else candidate.wasted
-    log = LogOptions(to=log_to) if log_to and method != FIRST else options.log
+    log_or_print(f"{place.run}: auto: {decision.method}: {decision.why}", level=level)
     every = options.every
     if every.auto and every.mtbf_s is None:
         # Measured in all starts; by itself each start would expect a failure a day.
-        every = Every(auto=True, mtbf_s=mtbf_s)
+        every = Every(auto=True, mtbf_s=decision.mtbf_s)
     return replace(
         options,
-        method=presets[method],
-        method_name=method,
+        method=presets[decision.method],
+        method_name=decision.method,
         every=every,
-        log=log,
-        predicted=predicted,
+        log=LogOptions(to=decision.log_to) if decision.log_to else options.log,
+        predicted=decision.predicted,
     )
+
+
+class _Decision(NamedTuple):
+    """Choice of one rank, as the ranks exchange it."""
+
+    method: str
+    why: str
+    log_to: str
+    mtbf_s: float | None
+    predicted: float | None
+    why_not_logged: str
+
+
+def _agreed(votes: Sequence[dict[str, Any]]) -> _Decision:
+    """Return the choice of rank 0, unless a rank cannot replay its updates."""
+    decision = _Decision(**votes[0])
+    refused = [vote["why_not_logged"] for vote in votes if vote["why_not_logged"]]
+    if refused and decision.method != FIRST:
+        return decision._replace(method=FIRST, why=refused[0], log_to="", predicted=None)
+    return decision
 
 
 def _observed(place: RunPlace) -> Observed | None:
