@@ -235,6 +235,8 @@ def _line(event: Event) -> Text:
     if event.kind == "recovery":
         exact = "exact" if details.get("exact") else "not exact"
         text = f"resumed at step {event.step} from {details.get('source')}, {exact}"
+        if details.get("source") == "fresh":
+            text = "began at step 0"
     elif event.kind == "keeper":
         text = f"keeper replaced: {details.get('lost')}"
     else:
