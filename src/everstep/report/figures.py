@@ -239,7 +239,7 @@ class RunReport:
     @property
     def comparisons(self) -> list[Comparison]:
         """Predictions next to measurements, as far as there are both."""
-        return [*_bytes_a_day(self), *_waste(self), *_intervals(self)]
+        return [*_bytes_a_day(self), *_against_models(self)]
 
 
 def _lives(events: Iterable[Event]) -> list[Life]:
@@ -338,40 +338,33 @@ def _interval_steps(report: RunReport) -> float | None:
     return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
-def _waste(report: RunReport) -> list[Comparison]:
-    """Compare the wasted share of the time with GoCkpt's formula (section 3.1)."""
+def _against_models(report: RunReport) -> list[Comparison]:
+    """Compare the wasted time with GoCkpt's formula (section 3.1), and the interval with Young's
+    and Daly's best; nothing before a base and a failure have been measured."""
     cost_s = _cost_of_base_s(report)
     interval = _interval_steps(report)
     step_s = report.step_s
     if cost_s is None or not interval or not step_s or not report.failures:
         return []
     mtbf_s = report.trained_s / report.failures
-    resumes = [
-        float(one.life.recovery.details.get("seconds", 0.0)) for one in report.recoveries[1:]
-    ]
+    events = [one.life.recovery for one in report.recoveries[1:]]
+    resumes = [float(event.details.get("seconds", 0.0)) for event in events]
     load_s = sum(resumes) / len(resumes) if resumes else 0.0
     predicted = gockpt_waste(interval, step_s, cost_s, load_s, mtbf_s)
     wasted_s = sum(report.stall_s.values()) + report.lost_steps * step_s + sum(resumes)
     useful_s = max(1e-9, report.trained_s - wasted_s)
     basis = "GoCkpt 3.1: cost of a base, interval and failures of this run; without a log"
-    return [Comparison("time wasted", predicted, wasted_s / useful_s, "share", basis)]
-
-
-def _intervals(report: RunReport) -> list[Comparison]:
-    cost_s = _cost_of_base_s(report)
-    interval = _interval_steps(report)
-    step_s = report.step_s
-    if cost_s is None or not interval or not step_s or not report.failures:
-        return []
-    mtbf_s = report.trained_s / report.failures
     models = (("Young", young_interval_s), ("Daly", daly_interval_s))
     return [
-        Comparison(
-            f"interval between bases, best by {name}",
-            best(cost_s, mtbf_s) / step_s,
-            interval,
-            "steps",
-            "stall of a base and time between failures of this run; without a log",
-        )
-        for name, best in models
+        Comparison("time wasted", predicted, wasted_s / useful_s, "share", basis),
+        *(
+            Comparison(
+                f"interval between bases, best by {name}",
+                best(cost_s, mtbf_s) / step_s,
+                interval,
+                "steps",
+                "stall of a base and time between failures of this run; without a log",
+            )
+            for name, best in models
+        ),
     ]

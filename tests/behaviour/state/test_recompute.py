@@ -107,7 +107,6 @@ def test_an_audit_changes_nothing(tmp_path: Path, method: str) -> None:
     assert found == losses
     assert (plain.computed, audited.computed) == (2 * STEPS, 4 * STEPS)
     assert all(map(torch.equal, bits(plain), bits(audited)))
-    assert torch.equal(torch.randn(3), torch.randn(3)) is False  # generators went on
 
 
 def test_the_same_steps_of_a_run_are_sampled_whoever_asks(tmp_path: Path) -> None:

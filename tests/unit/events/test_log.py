@@ -91,7 +91,7 @@ def test_events_are_followed_while_they_are_written(tmp_path: Path) -> None:
     assert followed == list(range(40))
 
 
-def test_a_folder_left_behind_is_no_obstacle(tmp_path: Path) -> None:
+def test_files_of_an_earlier_run_are_no_obstacle(tmp_path: Path) -> None:
     for step in (1, 2):
         log = EventLog(PosixFileSystem(), tmp_path, 0)
         log(event(step))

@@ -14,7 +14,7 @@ LOCAL = "/disk2/copies"
 
 
 def on(disk: str) -> Survival:
-    """Where the run folder and places are: in the store, or on a disk of this kind."""
+    """Survival of places: the store outlives a rack, all others what their disk outlives."""
     return survival(lambda where: "rack" if where == STORE else disk, "/run")
 
 
