@@ -350,6 +350,7 @@ class CrashReport(Report):
         """Return everything, every process included."""
         return {
             "emulated_link_bytes_per_s": self.options.link_bytes_per_s,
+            "host_bytes": self.options.host_bytes,
             "costs": self.costs,
             "tables": [
                 {
@@ -555,4 +556,5 @@ def setting_of(options: CrashOptions, name: str, every: int) -> Setting:
         block_steps=every,
         link_bytes_per_s=options.link_bytes_per_s,
         log_on_disk=True,
+        host_bytes=options.host_bytes,
     )

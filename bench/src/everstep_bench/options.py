@@ -363,6 +363,10 @@ class CrashOptions(Training):
     )  # fmt: skip
     crashes: int = option(3, "Failures of each arm.", least=1, most=1000)
     link_bytes_per_s: float | None = _link()
+    host_bytes: int | None = option(
+        None, "Budget(host_bytes=) of everstep's arms, like 300MB.", parse_size,
+        least=1, most=10**12,
+    )  # fmt: skip
     arms: tuple[str, ...] | None = _arms(CRASH_ARMS)
 
     def check(self) -> None:

@@ -47,8 +47,8 @@ class Every:
         steps, seconds: interval between two bases.
         auto: choose the interval that wastes the least time, from costs measured while training
             runs.
-        mtbf_s: for ``auto``: mean training time between two failures, in seconds. None: one day,
-            until the run has recorded failures of its own.
+        mtbf_s: for ``auto``: mean training time between two failures, in seconds. None: estimated
+            from the failures of the run, and from the time that it has trained without one.
     """
 
     steps: int | None = None
@@ -401,6 +401,19 @@ class Preemption:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """Expectations of ``method="auto"`` for one start; None before anything was measured.
+
+    Attributes:
+        wasted: share of the time that the chosen method wastes, failures included.
+        interval_steps: best number of steps between two bases.
+    """
+
+    wasted: float | None = None
+    interval_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Validated options of a :class:`Checkpointer`."""
 
@@ -415,8 +428,7 @@ class Options:
     log: LogOptions = field(default_factory=LogOptions)
     promise: Promise | None = None
     on_event: tuple[Listener, ...] = ()
-    is_auto: bool = False
-    predicted: float | None = None
+    auto: Prediction | None = None
 
     @property
     def has_replica(self) -> bool:

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.events import Event
+from everstep.plan.estimator import FailurePrior
 
 FIRST = "lazy"
-_PRIOR_MTBF_S = 86_400.0
 _LESS = 0.8  # another method has to waste at most this share of what the last one does
 _STEPS_MIN = 20  # fewer steps of a start measure nothing
-_FAILURES_MIN = 2
 _STALL_S = 0.005  # of a base, until one was measured
 _HELD = 0.2  # share of a stall that is left if gradients are held (GoCkpt-O, section 5.3)
 _REPLAY_BYTES_PER_S = 2e9  # of state, until a replay was measured
@@ -69,6 +68,7 @@ class Observed:
         load_s: mean seconds of a resume.
         replay_s: seconds to replay a step; None if none was replayed.
         stalled: share of the time that each method has stalled training, bases and log together.
+        has_failed: True if the last start has not ended in order.
         resumes, from_memory: resumes of a run that had steps, and those of them from memory.
         base_stall_s: seconds that a lazy base stalled training; None if none was taken.
         state_bytes, gradient_bytes: sizes of a base, and of the gradients of a step.
@@ -81,6 +81,7 @@ class Observed:
     capture_s: float | None = None
     durable_s: float | None = None
     load_s: float = 0.0
+    has_failed: bool = False
     resumes: int = 0
     from_memory: int = 0
     replay_s: float | None = None
@@ -105,13 +106,15 @@ class Observed:
 
     @property
     def mtbf_s(self) -> float:
-        """Seconds between two failures; a day until there were some."""
-        return self.known_mtbf_s or _PRIOR_MTBF_S
+        """Seconds between two failures, as :class:`.FailurePrior` expects after those seen."""
+        return FailurePrior().mtbf_s(self.failures, self.trained_s)
 
-    @property
-    def known_mtbf_s(self) -> float | None:
-        """Seconds between two failures; None until there were some."""
-        return None if self.failures < _FAILURES_MIN else self.trained_s / self.failures
+    def followed_by(self, *, keeper_lives: bool) -> Observed:
+        """Return the same with the failure that the next start follows, if it was one."""
+        if not self.has_failed:
+            return self
+        resumes, from_memory = self.resumes + 1, self.from_memory + keeper_lives
+        return replace(self, resumes=resumes, from_memory=from_memory)
 
 
 class _Reader:
@@ -152,6 +155,7 @@ class _Reader:
         found = self._found
         found.trained_s = sum(one.seconds for one in self._starts)
         found.failures = sum(not one.closed for one in self._starts)
+        found.has_failed = not self._starts[-1].closed
         found.capture_s = _median(self._captured)
         found.durable_s = _median(self._durable)
         found.load_s = sum(self._loads) / max(1, len(self._loads))
@@ -221,6 +225,7 @@ class Candidate:
         wasted: share of the time that it wastes; infinite if it cannot be used.
         overhead: of this, what bases and log cost while nothing fails.
         lost_s: training that a failure loses on average.
+        interval_steps: steps between two bases.
         log_to: place of its log, as of ``LogOptions.to``; empty without one.
         why_not: why it cannot be used; empty if it can.
     """
@@ -229,6 +234,7 @@ class Candidate:
     wasted: float
     overhead: float = 0.0
     lost_s: float = 0.0
+    interval_steps: int = 1
     log_to: str = ""
     why_not: str = ""
 
@@ -311,7 +317,7 @@ def _without_log(seen: Observed, method: str, stall_s: float) -> Candidate:
     # A base is of use once it is complete in the keeper; a lost one costs the one before it.
     lost_s = interval_s / 2
     wasted = overhead + (lost_s + seen.load_s) / mtbf_s
-    return Candidate(method, wasted, overhead, lost_s)
+    return Candidate(method, wasted, overhead, lost_s, _steps(seen, interval_s))
 
 
 def _logged(seen: Observed, host_bytes: float, why_not: str) -> Candidate:
@@ -341,7 +347,12 @@ def _logged(seen: Observed, host_bytes: float, why_not: str) -> Candidate:
     lost_s = seen.step_s / 2 if seen.keeps_memory else _SEGMENT_STEPS * seen.step_s
     again_s = weight * interval_s / 2
     wasted = overhead + (again_s + lost_s + seen.load_s) / mtbf_s
-    return Candidate("logged", wasted, overhead, lost_s, log_to)
+    return Candidate("logged", wasted, overhead, lost_s, _steps(seen, interval_s), log_to)
+
+
+def _steps(seen: Observed, interval_s: float) -> int:
+    assert seen.step_s is not None
+    return max(1, round(interval_s / seen.step_s)) if seen.step_s > 0 else 1
 
 
 def _disk_is_too_slow(seen: Observed) -> str:

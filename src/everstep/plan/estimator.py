@@ -185,17 +185,23 @@ _MARGIN = 0.05  # share of the waste that another interval has to save
 class FailurePrior:
     """Prior belief about failures: a Gamma distribution of their rate.
 
-    The default is one failure per day of training, about as published for large jobs (OPT-175B:
-    112 failures in 90 days, quoted by LowDiff section I), with the weight of a single failure: a
-    week without one makes the MTBF about a week, 10 failures in 10 hours make it 3 hours.
+    The default knows next to nothing: Jeffreys' prior of a Poisson rate, after a first minute. A
+    run that has trained for an hour without a failure expects the next one in two hours, after a
+    day in two days. Jobs fail most often soon after they were started, and large ones several times
+    a day (OPT-175B: 112 failures in 90 days, quoted by LowDiff section I); a prior of one failure a
+    day would take hours of failures to be overruled.
 
     Attributes:
         failures: shape of the distribution: the weight of the prior in failures.
         seconds: its rate: seconds of training in which these would have occurred.
     """
 
-    failures: float = 1.0
-    seconds: float = 86_400.0
+    failures: float = 0.5
+    seconds: float = 60.0
+
+    def mtbf_s(self, failures: float, trained_s: float) -> float:
+        """Return the mean time between failures after so many in so many seconds of training."""
+        return (self.seconds + trained_s) / (self.failures + failures)
 
 
 class Estimator:
@@ -295,8 +301,7 @@ class Estimator:
     @property
     def mtbf_s(self) -> float:
         """Mean time between failures: the inverse of the posterior mean of their rate."""
-        prior = self._prior
-        return (prior.seconds + self._seen_s) / (prior.failures + self._failures)
+        return self._prior.mtbf_s(self._failures, self._seen_s)
 
     def costs(self) -> Costs | None:
         """Return the estimated costs; None until a step, a base and, with a log, a replay were

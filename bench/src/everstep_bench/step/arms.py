@@ -21,7 +21,7 @@ import everstep
 from everstep.checkpointer import Checkpointer
 from everstep.compress import Compressor
 from everstep.config.method import Method
-from everstep.config.options import KeeperOptions, LogOptions
+from everstep.config.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
 from everstep.testing.conformance import walk
 from everstep.testing.emulated_link import EmulatedLink
@@ -76,6 +76,7 @@ class Setting:
         tiers: places in which bases are copied, too; everstep's arms alone can.
         link_bytes_per_s: of an emulated link of everstep's copies; None: there is none.
         log_on_disk: a log is on disk, since no keeper outlives the failure.
+        host_bytes: host memory that everstep's copies may take; None: its default.
     """
 
     arm: str
@@ -86,6 +87,7 @@ class Setting:
     tiers: tuple[str, ...] = ()
     link_bytes_per_s: float | None = None
     log_on_disk: bool = False
+    host_bytes: int | None = None
 
     @property
     def compresses(self) -> bool:
@@ -483,6 +485,7 @@ class Ours(StepArm):
             every=_EVERY if self.setting.arm == AUTO else self.setting.every,
             keep=1,
             log=self.log(),
+            budget=Budget(host_bytes=self.setting.host_bytes),
             keeper=KeeperOptions(cores=self._placement.others, linger_s=LINGER_KILLED_S),
             tiers=self._places,
             seams=self.seams(),

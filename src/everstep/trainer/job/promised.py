@@ -25,12 +25,13 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from everstep.config.method import Method, presets
-from everstep.config.options import Every, LogOptions, Options, validate_options
+from everstep.config.options import Every, LogOptions, Options, Prediction, validate_options
 from everstep.config.promise import Promise
 from everstep.errors import EverstepError, OptionError
 from everstep.events import read_events
 from everstep.events.stream import parse_listeners
 from everstep.link.recordable import refuse_optimizers
+from everstep.link.registry import list_keepers
 from everstep.plan.auto import FIRST, Observed, choose
 from everstep.seams.machine import (
     is_in_memory,
@@ -105,7 +106,8 @@ def options_of(
     method = "lazy" if method is None else method
     options = validate_options(method=method, every=every, log=log, **others)
     listeners = parse_listeners(on_event)
-    return replace(options, promise=promise, on_event=listeners, is_auto=is_auto), tiers
+    auto = Prediction() if is_auto else None
+    return replace(options, promise=promise, on_event=listeners, auto=auto), tiers
 
 
 def _refuse_log_of_auto(log: LogOptions | None) -> None:
@@ -309,7 +311,7 @@ def with_chosen_method(options: Options, place: RunPlace, state: State) -> Optio
     Raises:
         DeadlineError: another rank does not construct its Checkpointer.
     """
-    if not options.is_auto:
+    if options.auto is None:
         return options
     host_bytes = options.budget.host_bytes or memory_available_bytes() // 2
     observed = _observed(place)
@@ -320,25 +322,20 @@ def with_chosen_method(options: Options, place: RunPlace, state: State) -> Optio
         choice.method,
         choice.why,
         log_to="" if found is None else found.log_to,
-        mtbf_s=None if observed is None else observed.known_mtbf_s,
-        predicted=None if found is None else found.wasted,
+        wasted=None if found is None else found.wasted,
+        interval_steps=None if found is None else found.interval_steps,
         why_not_logged=why_not,
     )
     if place.job is not None:
         decision = _agreed(place.job.exchange("choose a method", decision._asdict()))
     level = logging.INFO if place.ranks.rank == 0 else logging.DEBUG
     log_or_print(f"{place.run}: auto: {decision.method}: {decision.why}", level=level)
-    every = options.every
-    if every.auto and every.mtbf_s is None:
-        # Measured in all starts; by itself each start would expect a failure a day.
-        every = Every(auto=True, mtbf_s=decision.mtbf_s)
     return replace(
         options,
         method=presets[decision.method],
         method_name=decision.method,
-        every=every,
         log=LogOptions(to=decision.log_to) if decision.log_to else options.log,
-        predicted=decision.predicted,
+        auto=Prediction(decision.wasted, decision.interval_steps),
     )
 
 
@@ -348,8 +345,8 @@ class _Decision(NamedTuple):
     method: str
     why: str
     log_to: str
-    mtbf_s: float | None
-    predicted: float | None
+    wasted: float | None
+    interval_steps: int | None
     why_not_logged: str
 
 
@@ -358,7 +355,7 @@ def _agreed(votes: Sequence[dict[str, Any]]) -> _Decision:
     decision = _Decision(**votes[0])
     refused = [vote["why_not_logged"] for vote in votes if vote["why_not_logged"]]
     if refused and decision.method != FIRST:
-        return decision._replace(method=FIRST, why=refused[0], log_to="", predicted=None)
+        return decision._replace(method=FIRST, why=refused[0], log_to="", wasted=None)
     return decision
 
 
@@ -370,8 +367,17 @@ def _observed(place: RunPlace) -> Observed | None:
         events = read_events(
             place.run, rank=0, filesystem=place.seams.events, newest=_TIMELINES_MAX
         )
-        return Observed.of(events)
+        found = Observed.of(events)
+        return None if found is None else found.followed_by(keeper_lives=_keeper_lives(place.run))
     return None
+
+
+def _keeper_lives(run: PurePath) -> bool:
+    """Return True if a keeper of the last start has outlived it."""
+    try:
+        return any(info.run == str(run) for info in list_keepers())
+    except EverstepError:
+        return False
 
 
 def _why_not_logged(state: State) -> str:

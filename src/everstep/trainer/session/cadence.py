@@ -428,6 +428,8 @@ class Cadence(Participant):
         self._warned = False  # that bases exceed the budget
         self._proposal: IntervalProposal | None = None
         self.interval_steps = options.every.steps
+        if options.every.auto and options.auto is not None:
+            self.interval_steps = options.auto.interval_steps  # as earlier starts have measured
         self._forecasts = recorder is not None or options.every != Every()
         self.forecast: Forecast | None = None
 

@@ -103,7 +103,7 @@ class RunEvents(Participant):
             method=options.method_name,
             every=options.every.in_words,
             promise=None if options.promise is None else options.promise.in_words,
-            predicted_waste=options.predicted,
+            predicted_waste=None if options.auto is None else options.auto.wasted,
             state_bytes=footprint.state_bytes,
             gradient_bytes=footprint.gradients[1],
             world=world,
@@ -219,13 +219,15 @@ class RunEvents(Participant):
         self._progress()
         self._emit("closed")
         seconds = self._clock.monotonic_s() - self._begun_s
-        if self._figures is not None and self._options.predicted is not None and seconds > 0:
-            stalled = sum(self._figures(self._step).stall_s.values()) / seconds
-            log_or_print(
-                f"auto: {self._options.method_name}: predicted {self._options.predicted:.2%} of "
-                f"the time wasted, failures included; stalled {stalled:.2%} in this start",
-                level=logging.INFO if self._rank == 0 else logging.DEBUG,
-            )
+        auto = self._options.auto
+        if self._figures is None or auto is None or auto.wasted is None or seconds <= 0:
+            return
+        stalled = sum(self._figures(self._step).stall_s.values()) / seconds
+        log_or_print(
+            f"auto: {self._options.method_name}: predicted {auto.wasted:.2%} of "
+            f"the time wasted, failures included; stalled {stalled:.2%} in this start",
+            level=logging.INFO if self._rank == 0 else logging.DEBUG,
+        )
 
     def _emit(self, kind: str, **details: Any) -> None:
         self.stream.emit(kind, self._step, **details)
