@@ -9,6 +9,7 @@ end. The time that a new process takes to start is left out: it is the same for 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -23,6 +24,7 @@ from typing import Any
 from rich.text import Text
 
 from everstep.errors import EverstepError, InfeasibleError
+from everstep.events import read_events
 from everstep.plan.interval import Costs, best_choice
 from everstep.testing.keepers import end_keeper
 from everstep_bench.harness.children import Child
@@ -152,11 +154,13 @@ class Lives:
 
     Attributes:
         every: steps from save to save.
+        methods: those that "auto" has chosen, in the order of processes.
         error: why there are no more.
     """
 
     arm: str
     every: int
+    methods: list[str] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
     error: str | None = None
 
@@ -233,6 +237,9 @@ def lived(
             found.lives.append(_live(order, found.arm, seconds, losses, steps_min))
             if number < len(lifetimes):
                 kill_keepers(folder)
+        if setting.arm == AUTO:
+            started = (one for one in read_events(folder) if one.kind == "started")
+            found.methods = [str(one.details["method"]) for one in started]
     except EverstepError as error:
         found.error = f"failed: {error}"
     finally:
@@ -266,7 +273,7 @@ def _live(order: ChildOrder, arm: str, lifetime_s: float, losses: Losses, steps_
 
 PEERS = ("torch.save", "dcp-warm")
 _COLUMNS = ("arm", "T_ckpt ms", "durable ms", "every", "steps/s", "of ideal", "model",
-            "lost steps", "load ms", "from")  # fmt: skip
+            "lost steps", "load ms", "from", "method")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -328,7 +335,7 @@ class CrashReport(Report):
         for table in self.crashes:
             title = f"A failure every {table.mtbf_s:g} s on average, each arm at its best interval"
             rows = [self._cells(table, lives) for lives in (table.ideal, *table.rows)]
-            yield Table(title, _COLUMNS, rows, words=("arm", "from"))
+            yield Table(title, _COLUMNS, rows, words=("arm", "from", "method"))
 
     def notes(self) -> Iterator[str]:
         """Yield what the columns mean."""
@@ -412,12 +419,13 @@ class CrashReport(Report):
             number(statistics.mean(lost) if lost else None, 1),
             ms(statistics.mean(loads_s) if loads_s else None, 0),
             ", ".join(sources) or "-",
+            ", ".join(one for one, _ in itertools.groupby(lives.methods)) or lives.arm,
         )
 
     def _lives_as_json(self, table: CrashTable, lives: Lives) -> dict[str, Any]:
         return {
             "name": lives.arm,
-            **picked(lives, "every error"),
+            **picked(lives, "every methods error"),
             "steps_per_s": lives.steps_per_s if lives.error is None else None,
             "share_of_ideal": table.share(lives),
             "modelled_share": self.modelled_share(table, lives),

@@ -185,7 +185,7 @@ _MARGIN = 0.05  # share of the waste that another interval has to save
 class FailurePrior:
     """Prior belief about failures: a Gamma distribution of their rate.
 
-    The default knows next to nothing: Jeffreys' prior of a Poisson rate, after a first minute. A
+    The default knows next to nothing: Jeffreys' prior of a Poisson rate, after ten first seconds. A
     run that has trained for an hour without a failure expects the next one in two hours, after a
     day in two days. Jobs fail most often soon after they were started, and large ones several times
     a day (OPT-175B: 112 failures in 90 days, quoted by LowDiff section I); a prior of one failure a
@@ -197,7 +197,7 @@ class FailurePrior:
     """
 
     failures: float = 0.5
-    seconds: float = 60.0
+    seconds: float = 10.0
 
     def mtbf_s(self, failures: float, trained_s: float) -> float:
         """Return the mean time between failures after so many in so many seconds of training."""

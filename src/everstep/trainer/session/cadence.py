@@ -49,7 +49,9 @@ FIRST_STEPS = 10
 REPLAY_SHARE = 0.1
 """Assumed duration of replaying a step, relative to the step, until a resume has measured it."""
 
-_REVIEW_STEPS = 64  # between two reviews of the choices
+# Most steps between two reviews of the choices. First ones come sooner: each doubles the steps that
+# were measured, and with them the time that is known to have passed without a failure.
+_REVIEW_STEPS = 64
 # Weight, in failures, of an MTBF that the user has given: observed failures do not change it.
 _CERTAIN = 1e6
 
@@ -519,7 +521,7 @@ class Cadence(Participant):
         self._log.meter_day(now_s)
         self._log.relieve_disk()
         new = measured.measure_base() and self.interval_steps is None and self._forecasts
-        long_ago = measured.steps - self._reviewed >= _REVIEW_STEPS
+        long_ago = measured.steps - self._reviewed >= min(_REVIEW_STEPS, self._reviewed)
         # Not known while all steps so far ran beside the first base.
         known = measured.estimator.has_steps
         if measured.steps >= FIRST_STEPS and known and (new or long_ago or not self._reviewed):
