@@ -154,15 +154,15 @@ class Lives:
 
     Attributes:
         every: steps from save to save.
-        methods: those that "auto" has chosen, in the order of processes.
         error: why there are no more.
+        methods: those that "auto" has chosen, in the order of processes.
     """
 
     arm: str
     every: int
-    methods: list[str] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
     error: str | None = None
+    methods: list[str] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
