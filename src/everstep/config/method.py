@@ -245,3 +245,6 @@ presets: Mapping[str, Method] = MappingProxyType(
     }
 )
 """Methods by preset name, as in ``method="lazy"``."""
+
+AUTO = "auto"
+"""Name of the method that is chosen at each start."""

@@ -38,6 +38,10 @@ _UNITS_BYTES = {
 _INTERVALS = 'steps as an int (every=100), time as "30s", "10min", "2h", or "auto"'
 
 
+DEFAULT_EVERY = "default"
+"""Interval that depends on the method: "auto" if it is chosen automatically."""
+
+
 @checked
 @dataclass(frozen=True, slots=True)
 class Every:
@@ -192,12 +196,16 @@ class Budget:
             state is larger, updates wait for the rest. ``"auto"``: what a capture needs, or what is
             free at the first one, less a tenth of the device's memory: later steps may need it.
             0: none.
+        overhead: share of the training time that bases may take while nothing fails, like 0.01.
+            Only for ``every="auto"``, which takes bases less often if they would take more, and
+            for ``method="auto"``, which uses no log that would take more. Default: unlimited.
     """
 
     host_bytes: int | None = None
     disk_bytes: int | None = None
     write_bytes_per_day: int | None = None
     device_bytes: int | str = 0
+    overhead: float | None = None
 
     def __post_init__(self) -> None:
         stage: object = self.device_bytes
@@ -213,6 +221,13 @@ class Budget:
                     f"Budget.{name} must be a positive number of bytes, not {value!r}",
                     hint=bytes_hint(value),
                 )
+        share = self.overhead
+        if share is not None and not (is_number(share) and 0 < share < 1):
+            raise OptionError(
+                f"Budget.overhead must be a share of the time, more than 0 and less than 1, "
+                f"not {share!r}",
+                hint="0.01 is one percent",
+            )
 
 
 @checked
@@ -508,6 +523,12 @@ class Options:
                 f"method={self.method_name!r} writes every {self.method.disk_every}th base to "
                 "disk: every= must be a number of steps",
                 hint="every=10 (steps)",
+            )
+        if self.budget.overhead is not None and not self.every.auto:
+            raise OptionError(
+                f"Budget(overhead=) needs every='auto': bases {self.every.in_words} cost what they "
+                "cost",
+                hint='every="auto"',
             )
         if self.budget.disk_bytes is not None and History.parse(self.log.history).is_more:
             raise OptionError(

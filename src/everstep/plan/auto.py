@@ -72,6 +72,7 @@ class Observed:
         resumes, from_memory: resumes of a run that had steps, and those of them from memory.
         base_stall_s: seconds that a lazy base stalled training; None if none was taken.
         state_bytes, gradient_bytes: sizes of a base, and of the gradients of a step.
+        why_not_logged: why updates cannot be logged, as a start has checked; empty if they can.
     """
 
     method: str = FIRST
@@ -89,6 +90,7 @@ class Observed:
     base_stall_s: float | None = None
     state_bytes: float = 0.0
     gradient_bytes: float = 0.0
+    why_not_logged: str = "no start has checked yet if its updates can be logged"
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Observed | None:
@@ -131,6 +133,7 @@ class _Reader:
             "recovery": self._recovered,
             "base_captured": self._base_captured,
             "base_durable": self._base_durable,
+            "log_checked": self._log_checked,
             "progress": self._progressed,
             "closed": self._closed,
         }
@@ -194,6 +197,9 @@ class _Reader:
     def _base_durable(self, start: _Start, event: Event) -> None:
         if event.details.get("tier") == "disk":
             self._durable.append(_number(event.details, "seconds") or 0.0)
+
+    def _log_checked(self, start: _Start, event: Event) -> None:
+        self._found.why_not_logged = str(event.details.get("why_not", ""))
 
     def _progressed(self, start: _Start, event: Event) -> None:
         start.step = event.step
@@ -260,21 +266,27 @@ class Choice:
 
 
 def choose(
-    observed: Observed | None, *, host_bytes: float = math.inf, why_not_logged: str = ""
+    observed: Observed | None,
+    *,
+    host_bytes: float = math.inf,
+    overhead: float | None = None,
+    why_not_logged: str = "",
 ) -> Choice:
     """Choose the method of the next start.
 
     Args:
         observed: measurements; None before there are any.
         host_bytes: host memory that captures and a log may take.
+        overhead: share of the time that bases and log may take (``Budget.overhead``); None: any.
         why_not_logged: why updates of this state cannot be replayed; empty if they can.
     """
     if observed is None or observed.step_s is None:
         return Choice(FIRST, "nothing was measured yet; the next start chooses by what this one is")
+    why_not_logged = why_not_logged or observed.why_not_logged
     candidates = (
-        _lazy(observed),
-        _held(observed, why_not_logged),
-        _logged(observed, host_bytes, why_not_logged),
+        _lazy(observed, overhead),
+        _held(observed, overhead, why_not_logged),
+        _logged(observed, host_bytes, overhead, why_not_logged),
     )
     ordered = tuple(sorted(candidates, key=lambda one: one.wasted))
     best = ordered[0]
@@ -294,12 +306,12 @@ def choose(
     )
 
 
-def _lazy(seen: Observed) -> Candidate:
+def _lazy(seen: Observed, most: float | None) -> Candidate:
     stall_s = _STALL_S if seen.base_stall_s is None else seen.base_stall_s
-    return _without_log(seen, FIRST, stall_s)
+    return _without_log(seen, FIRST, stall_s, most)
 
 
-def _held(seen: Observed, why_not: str) -> Candidate:
+def _held(seen: Observed, most: float | None, why_not: str) -> Candidate:
     """Return bases over several steps, which pay if a copy takes longer than a step."""
     assert seen.step_s is not None
     if why_not:
@@ -307,12 +319,14 @@ def _held(seen: Observed, why_not: str) -> Candidate:
     if seen.capture_s is None or seen.capture_s <= seen.step_s:
         return Candidate("gockpt_o", math.inf, why_not="a copy takes less than a step")
     stall_s = _STALL_S if seen.base_stall_s is None else seen.base_stall_s
-    return _without_log(seen, "gockpt_o", max(_STALL_S, _HELD * stall_s))
+    return _without_log(seen, "gockpt_o", max(_STALL_S, _HELD * stall_s), most)
 
 
-def _without_log(seen: Observed, method: str, stall_s: float) -> Candidate:
+def _without_log(seen: Observed, method: str, stall_s: float, most: float | None) -> Candidate:
     mtbf_s = seen.mtbf_s
     interval_s = max(math.sqrt(2 * stall_s * mtbf_s), seen.durable_s or 0.0, seen.step_s or 0.0)
+    if most is not None:
+        interval_s = max(interval_s, stall_s / most)
     overhead = seen.stalled.get(method, stall_s / interval_s)
     # A base is of use once it is complete in the keeper; a lost one costs the one before it.
     lost_s = interval_s / 2
@@ -320,7 +334,7 @@ def _without_log(seen: Observed, method: str, stall_s: float) -> Candidate:
     return Candidate(method, wasted, overhead, lost_s, _steps(seen, interval_s))
 
 
-def _logged(seen: Observed, host_bytes: float, why_not: str) -> Candidate:
+def _logged(seen: Observed, host_bytes: float, most: float | None, why_not: str) -> Candidate:
     assert seen.step_s is not None
     why_not = why_not or _disk_is_too_slow(seen)
     if why_not:
@@ -335,13 +349,19 @@ def _logged(seen: Observed, host_bytes: float, why_not: str) -> Candidate:
     if seen.capture_s and seen.state_bytes >= _LARGE_BYTES:
         rate = seen.state_bytes / seen.capture_s
     tax_s = seen.gradient_bytes / rate
+    tax = tax_s / seen.step_s
+    if most is not None and tax >= most:
+        why_not = f"a log takes {tax:.1%} of the time, Budget(overhead={most:g}) allows less"
+        return Candidate("logged", math.inf, why_not=why_not)
     stall_s = _STALL_S if seen.base_stall_s is None else seen.base_stall_s
     replay_s = seen.replay_s or seen.state_bytes / _REPLAY_BYTES_PER_S
     weight = min(1.0, replay_s / seen.step_s)
     mtbf_s = seen.mtbf_s
     best_s = math.sqrt(2 * stall_s * mtbf_s / max(weight, 1e-6))
+    if most is not None:
+        best_s = max(best_s, stall_s / (most - tax))
     interval_s = max(min(best_s, steps_max * seen.step_s), seen.durable_s or 0.0)
-    overhead = seen.stalled.get("logged", stall_s / interval_s + tax_s / seen.step_s)
+    overhead = seen.stalled.get("logged", stall_s / interval_s + tax)
     # The step in flight; of a log on disk also the steps of a segment that was being written.
     log_to = "memory" if seen.keeps_memory else "disk"
     lost_s = seen.step_s / 2 if seen.keeps_memory else _SEGMENT_STEPS * seen.step_s

@@ -541,7 +541,7 @@ def without_log(costs: Costs) -> Choice:
     return _choice(costs, n, n)
 
 
-WASTE_OF_NO_ACCOUNT = 0.001
+WASTE_OF_NO_ACCOUNT = 0.0025
 """Share of the time: with ``every="auto"``, waste below this is not reduced by more bases."""
 
 

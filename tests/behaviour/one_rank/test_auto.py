@@ -44,6 +44,7 @@ def failing_often() -> list[Event]:
         found += [
             Event("started", at_s, 0, 0, 0, about),
             Event("recovery", at_s, 0, 1, step, source),
+            Event("log_checked", at_s + 1.0, 0, 1, step, {"why_not": ""}),
             Event("base_captured", at_s + 1.0, 0, 1, step, {"seconds": 0.01}),
             Event("progress", at_s + 50.0, 0, 1, step + 400, figures),
         ]
@@ -70,7 +71,8 @@ def test_the_next_start_follows_what_was_measured(
     with everstep.Checkpointer(run, live, method="auto") as ckpt:
         assert repr(ckpt).startswith(f"<Checkpointer of {run}: logged, every=auto")
         train(ckpt, live, 6)
-        assert ckpt.stats().mtbf_s == pytest.approx(50.0)
+        found = document("plan", "auto", run)["candidates"][0]
+        assert ckpt.stats().interval_steps == found["interval_steps"]
     shown = capsys.readouterr().err
     assert f"{run}: auto: logged: " in shown
     assert "of the time wasted, failures included; stalled" in shown
@@ -111,6 +113,54 @@ def test_an_optimizer_that_cannot_be_replayed_is_not_logged(run: Path) -> None:
     (run.parent / "kept").rename(run / "events")
     with everstep.Checkpointer(run, live, method="auto") as ckpt:
         assert "lazy" in repr(ckpt)
+
+
+def test_a_start_checks_if_its_updates_could_be_logged(run_folder: Path) -> None:
+    live = state()
+    with everstep.Checkpointer(run_folder, live) as ckpt:
+        train(ckpt, live, 6)
+    checked = [event for event in read_events(run_folder) if event.kind == "log_checked"]
+    assert [event.details["why_not"] for event in checked] == [""]
+
+
+def test_sparse_gradients_are_not_logged(run_folder: Path) -> None:
+    words = torch.nn.Embedding(4, 2, sparse=True)
+    live = {"words": words, "optimizer": torch.optim.SGD(words.parameters(), lr=0.1)}
+
+    def trained(steps: int) -> str:
+        with everstep.Checkpointer(run_folder, live) as ckpt:
+            recovery = ckpt.resume()
+            for _ in range(recovery.step, steps):
+                words(torch.tensor([1, 2])).sum().backward()
+                live["optimizer"].step()  # type: ignore[operator]
+                live["optimizer"].zero_grad()
+                ckpt.step()
+            ckpt.save()
+            return repr(ckpt)
+
+    assert ": lazy, every=auto" in trained(6)
+    events = list(read_events(run_folder))
+    (checked,) = [event for event in events if event.kind == "log_checked"]
+    assert "words" in checked.details["why_not"]
+    shutil.rmtree(run_folder / "events")
+    often = [event for event in failing_often() if event.kind != "log_checked"]
+    often.insert(2, replace(checked, unix_s=often[1].unix_s))
+    write_events(run_folder, often)
+    assert ": lazy, every=auto" in trained(12)
+
+
+def test_the_interval_depends_on_who_chooses_the_method(run_folder: Path) -> None:
+    for options, shown in (
+        ({}, "lazy, every=auto"),
+        ({"every": 100}, "lazy, every 100 steps"),
+        ({"method": "lazy"}, "lazy, every 100 steps"),
+        ({"budget": everstep.Budget(overhead=0.01)}, "lazy, every=auto"),
+    ):
+        ckpt = everstep.Checkpointer(run_folder, state(), **options)  # type: ignore[arg-type]
+        assert shown in repr(ckpt)
+        ckpt.close()
+    with pytest.raises(OptionError, match="needs every='auto'"):
+        everstep.Checkpointer(run_folder, state(), every=10, budget=everstep.Budget(overhead=0.01))
 
 
 def test_an_interval_that_is_given_stays(run_folder: Path) -> None:

@@ -309,15 +309,13 @@ def test_each_time_that_a_process_takes_over_counts_as_a_failure() -> None:
     run.step = 1000
     run.train(FIRST_STEPS + 3)
     trained_s = 0.5 * (1000 + FIRST_STEPS)
-    assert run.cadence.figures()["mtbf_s"] == pytest.approx(
-        (DAY_S + trained_s) / (1 + 3), rel=0.001
-    )
+    expected_s = (10 + trained_s) / (0.5 + 3)
+    assert run.cadence.figures()["mtbf_s"] == pytest.approx(expected_s, rel=0.001)
 
 
 def test_a_rewind_is_no_failure() -> None:
     run = Run()
     run.train(100)
-    assert run.cadence.figures()["mtbf_s"] > DAY_S
     run.cadence.restored(resumed(step=60, forks=[], again=True))
     run.step = 60
     before = run.cadence.figures()["mtbf_s"]
@@ -498,7 +496,7 @@ def test_the_longest_interval_that_a_rank_wants_is_that_of_all() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_captures_that_are_only_taken_when_they_are_due_cost_what_bases_do(alone: bool) -> None:
-    run = Run("checkflow", alone=alone)
+    run = Run("checkflow", alone=alone, every=Every(auto=True, mtbf_s=DAY_S))
     together([run], 3 * FIRST_STEPS, {"cost_s": 0.5})
     by_cost = without_log(run.costs(base_cost_s=0.5)).interval_steps
     wanted = checkfreq_interval(step_s=0.5, stall_s=0.0, persist_s=3.0) if alone else by_cost
@@ -644,9 +642,29 @@ def test_bytes_that_were_written_count_and_not_only_those_foretold(
     assert "were written within a day" in lines(capsys, "stays in memory")[0]
 
 
+def test_bases_stay_within_their_share_of_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """A base costs 2 s, of steps of 0.5 s: a hundredth of the time is 400 steps."""
+    every = Every(auto=True, mtbf_s=100.0)
+    free = Run(every=every)
+    free.train(FIRST_STEPS + 3)
+    assert free.cadence.interval_steps == 40
+    bound = Run(every=every, budget=Budget(overhead=0.01))
+    bound.train(FIRST_STEPS + 3)
+    assert bound.cadence.interval_steps == 440
+    assert "the budget allows no shorter interval" in capsys.readouterr().err
+    # A log in memory needs bases all the same.
+    full = Run("logged", every=every, budget=Budget(overhead=0.01), memory_bytes=100_000)
+    full.train(FIRST_STEPS + 3)
+    assert full.cadence.interval_steps == 50
+    said = capsys.readouterr().err
+    assert "Budget(overhead=0.01) allows a base every 400 steps, but" in said
+    assert "bases take more of the time" in said
+
+
 def test_with_auto_a_log_that_leaves_no_room_for_bases_goes_first() -> None:
     log, budget = LogOptions(to="disk"), Budget(write_bytes_per_day=180 * MB)
-    run = Run("logged", log=log, budget=budget, memory_bytes=20_000_000)
+    every = Every(auto=True, mtbf_s=DAY_S)
+    run = Run("logged", log=log, budget=budget, memory_bytes=20_000_000, every=every)
     run.train(FIRST_STEPS + 3, log_bytes=1000)  # 172.8 MB of 180 a day
     assert run.told == [False]
     assert run.cadence.interval_steps == best_choice(run.costs()).interval_steps
@@ -784,7 +802,8 @@ def test_failures_of_a_run_are_counted_by_its_timelines(run_folder: Path) -> Non
                     ckpt.save()
             ckpt.save()
             mtbf_s = ckpt.stats().mtbf_s
-            assert mtbf_s == pytest.approx((DAY_S + crash * 4000 + 2000) / (1 + crash), rel=0.05)
+            trained_s = crash * 4000 + 2000
+            assert mtbf_s == pytest.approx((10 + trained_s) / (0.5 + crash), rel=0.05)
             if crash == 3:
                 ckpt.rewind(150)
                 for _ in range(FIRST_STEPS + 70):

@@ -204,6 +204,12 @@ def test_intervals_that_cannot_be(fields: dict[str, Any], said: str) -> None:
         Every(**fields)
 
 
+@pytest.mark.parametrize("share", [0, 1, -0.1, math.nan, "1%", True])
+def test_a_share_of_the_time_that_cannot_be(share: Any) -> None:
+    with pytest.raises(OptionError, match=r"Budget\.overhead must be a share"):
+        everstep.Budget(overhead=share)
+
+
 def test_on_demand() -> None:
     assert not Every.parse(None).due(100, 1e9)
 

@@ -14,7 +14,7 @@ from everstep.plan.auto import Observed, choose
 
 SEEN = Observed(
     method="lazy",
-    trained_s=1000.0,
+    trained_s=1040.0,
     failures=10,
     step_s=0.1,
     capture_s=0.05,
@@ -23,6 +23,7 @@ SEEN = Observed(
     base_stall_s=0.02,
     state_bytes=12e6,
     gradient_bytes=1e6,
+    why_not_logged="",
 )
 
 
@@ -33,11 +34,12 @@ def test_nothing_measured() -> None:
 
 
 def test_the_formula_by_hand() -> None:
-    """A base stalls 0.02 s, a failure comes every 100 s: a base every 2 s. Of a second 0.01 s goes
-    to bases, and 1 s of steps and 1 s of loading are lost every 100 s."""
+    """A base stalls 0.02 s, a failure comes every (1040 + 10) s / (10 + 0.5) = 100 s: a base every
+    2 s. Of a second 0.01 s goes to bases, and 1 s of steps and 1 s of loading are lost every 100 s.
+    """
     lazy = {one.method: one for one in choose(SEEN).candidates}["lazy"]
     assert lazy.overhead == pytest.approx(0.01)
-    assert lazy.lost_s == pytest.approx(1.0)
+    assert (lazy.lost_s, lazy.interval_steps) == (pytest.approx(1.0), 20)
     assert lazy.wasted == pytest.approx(0.01 + 0.02)
 
 
@@ -67,11 +69,19 @@ def test_a_log_on_disk_where_the_keeper_dies_too() -> None:
 
 def test_bases_alone_where_failures_are_rare() -> None:
     assert choose(replace(SEEN, failures=0)).method == "lazy"
-    assert replace(SEEN, failures=1).mtbf_s == 86_400.0
+    assert replace(SEEN, failures=0).mtbf_s == 2100.0
+    assert replace(SEEN, failures=1).mtbf_s == 700.0
+
+
+def test_the_failure_before_this_start_shows_whether_memory_survives() -> None:
+    failed = replace(SEEN, has_failed=True)
+    assert failed.followed_by(keeper_lives=True).keeps_memory
+    assert not failed.followed_by(keeper_lives=False).keeps_memory
+    assert SEEN.followed_by(keeper_lives=False).keeps_memory, "it has ended in order"
 
 
 def test_several_steps_for_a_copy_that_takes_longer_than_one() -> None:
-    slow = replace(SEEN, capture_s=0.8, base_stall_s=0.7, failures=0)
+    slow = replace(SEEN, capture_s=0.8, base_stall_s=0.7, trained_s=1e5, failures=1)
     assert choose(slow).method == "gockpt_o"
     assert choose(slow, why_not_logged="optimizer x cannot be replayed").method == "lazy"
 
@@ -87,6 +97,29 @@ def test_a_log_that_cannot_be(given: dict[str, Any], why: str) -> None:
     choice = choose(SEEN, **given)
     assert choice.method == "lazy"
     assert f"logged: {why}" in choice.why
+
+
+def test_a_log_that_was_not_checked() -> None:
+    assert choose(replace(SEEN, why_not_logged="a sparse gradient")).method == "lazy"
+    assert (
+        "no start has checked"
+        in choose(replace(SEEN, why_not_logged=Observed().why_not_logged)).why
+    )
+    seen = observed(
+        [start(0.0, "lazy"), [Event("log_checked", 1.0, 0, 1, 5, {"why_not": "LBFGS"})]]
+    )
+    assert seen is not None
+    assert seen.why_not_logged == "LBFGS"
+
+
+def test_bases_stay_within_their_share_of_the_time() -> None:
+    """A base stalls 0.02 s: 0.4 % of 5 s. Gradients take half a percent of a step."""
+    bounded = {one.method: one for one in choose(SEEN, overhead=0.004).candidates}
+    lazy, logged = bounded["lazy"], bounded["logged"]
+    assert (lazy.interval_steps, lazy.overhead) == (50, pytest.approx(0.004))
+    assert logged.why_not == "a log takes 0.5% of the time, Budget(overhead=0.004) allows less"
+    logged = {one.method: one for one in choose(SEEN, overhead=0.006).candidates}["logged"]
+    assert (logged.interval_steps, logged.overhead) == (200, pytest.approx(0.006))
 
 
 def test_little_memory_shortens_the_interval() -> None:
@@ -144,6 +177,7 @@ def test_measurements_of_earlier_starts() -> None:
     seen = observed([start(0.0, "lazy"), start(100.0, "lazy", step=90, closed=True)])
     assert seen is not None
     assert (seen.trained_s, seen.failures, seen.method) == (20.0, 1, "lazy")
+    assert not seen.has_failed
     assert (seen.step_s, seen.capture_s, seen.durable_s) == (0.1, 0.04, 0.4)
     assert (seen.load_s, seen.replay_s) == (0.5, pytest.approx(0.1))
     assert seen.stalled == {"lazy": pytest.approx(1.0 / 20.0)}
@@ -157,7 +191,7 @@ def test_each_method_has_its_own_stalls() -> None:
     assert seen is not None
     assert seen.stalled == {"lazy": pytest.approx(0.05), "logged": pytest.approx(0.2)}
     assert seen.base_stall_s == pytest.approx(0.25)
-    assert (seen.method, seen.failures) == ("logged", 2)
+    assert (seen.method, seen.failures, seen.has_failed) == ("logged", 2, True)
 
 
 def test_too_little_was_trained() -> None:

@@ -68,7 +68,7 @@ def test_estimator_waits_for_a_step_a_base_and_a_replay() -> None:
 
 
 def test_estimator_finds_what_the_costs_give() -> None:
-    prior = FailurePrior(seconds=COSTS.mtbf_s)
+    prior = FailurePrior(1.0, COSTS.mtbf_s)
     costs = replace(COSTS, load_bytes_per_s=2e9, base_cost_s=1.0)
     estimator = fed(Estimator(prior=prior), costs)
     found = recommended(estimator)
@@ -115,13 +115,13 @@ def test_median_is_weighted(samples: list[float]) -> None:
 
 def test_failures_follow_the_posterior_of_a_gamma_prior() -> None:
     estimator = Estimator()
-    assert estimator.mtbf_s == 86_400  # nothing seen, no division by nothing
+    assert estimator.mtbf_s == 20.0  # nothing seen, no division by nothing
     estimator.advance(7 * 86_400)
-    assert estimator.mtbf_s == pytest.approx(8 * 86_400, rel=0.1)
+    assert estimator.mtbf_s == pytest.approx(14 * 86_400, rel=0.1)
     estimator = Estimator()
     for hour in range(1, 11):
         estimator.observe_failure(hour * 3600)
-    assert estimator.mtbf_s == pytest.approx((86_400 + 36_000) / 11, rel=0.02)
+    assert estimator.mtbf_s == pytest.approx(36_010 / 10.5, rel=0.02)
     # A stronger belief moves less.
     sure = Estimator(prior=FailurePrior(100, 100 * 86_400))
     sure.observe_failure(3600)
@@ -133,7 +133,7 @@ def test_time_that_goes_back_adds_a_failure_and_no_time() -> None:
     estimator.advance(1000)
     estimator.observe_failure(900)
     estimator.advance(950)
-    assert estimator.mtbf_s == pytest.approx((86_400 + 1000) / 2, rel=1e-3)
+    assert estimator.mtbf_s == pytest.approx(1010 / 1.5, rel=1e-3)
 
 
 @given(st.lists(st.floats(0, 1e7), min_size=1, max_size=20))
@@ -148,7 +148,7 @@ def test_old_failures_fade_as_their_definition_says(at: list[float]) -> None:
         estimator.advance(at[-1] + 1e4 * part)
     failures = sum(0.5 ** ((end - moment) / half_life_s) for moment in at)
     seen_s = half_life_s / math.log(2) * (1 - 0.5 ** (end / half_life_s))
-    assert estimator.mtbf_s == pytest.approx((86_400 + seen_s) / (1 + failures), rel=1e-6)
+    assert estimator.mtbf_s == pytest.approx((10 + seen_s) / (0.5 + failures), rel=1e-6)
 
 
 def test_noise_does_not_make_it_flap_and_a_real_change_does() -> None:

@@ -24,8 +24,15 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from everstep.config.method import Method, presets
-from everstep.config.options import Every, LogOptions, Options, Prediction, validate_options
+from everstep.config.method import AUTO, Method, presets
+from everstep.config.options import (
+    DEFAULT_EVERY,
+    Every,
+    LogOptions,
+    Options,
+    Prediction,
+    validate_options,
+)
 from everstep.config.promise import Promise
 from everstep.errors import EverstepError, OptionError
 from everstep.events import read_events
@@ -48,10 +55,8 @@ from everstep.trainer.job.place import RunPlace
 _BATCH_STEPS_MAX = 10
 
 
-AUTO = "auto"
-"""Name of the method that is chosen at each start from what was measured."""
 _TIMELINES_MAX = 30  # of which "auto" reads measurements
-_EVERY = 100  # default of Checkpointer(every=), which "auto" replaces by its own
+_EVERY = 100  # steps between bases, if the method is given and the interval is not
 
 
 class PromisedOptions(NamedTuple):
@@ -94,16 +99,16 @@ def options_of(
         OptionError: an argument is invalid, or the promise cannot be kept.
     """
     promise = Promise.parse(lose_at_most, even_if)
-    is_auto = method == AUTO and promise is None
-    if method == AUTO:
-        method = None
+    method = None if method == AUTO else method
+    is_auto = method is None and promise is None
     if is_auto:
         _refuse_log_of_auto(log)
-        every = "auto" if every == _EVERY else every
+    if every == DEFAULT_EVERY:
+        every = "auto" if is_auto else _EVERY
     if promise is not None:
         found = promised_options(promise, run, method=method, every=every, log=log, tiers=tiers)
         promise, method, every, log, tiers = found
-    method = "lazy" if method is None else method
+    method = FIRST if method is None else method
     options = validate_options(method=method, every=every, log=log, **others)
     listeners = parse_listeners(on_event)
     auto = Prediction() if is_auto else None
@@ -315,8 +320,13 @@ def with_chosen_method(options: Options, place: RunPlace, state: State) -> Optio
         return options
     host_bytes = options.budget.host_bytes or memory_available_bytes() // 2
     observed = _observed(place)
-    why_not = _why_not_logged(state)
-    choice = choose(observed, host_bytes=host_bytes, why_not_logged=why_not)
+    why_not = _why_not_logged(state) or ("" if observed is None else observed.why_not_logged)
+    choice = choose(
+        observed,
+        host_bytes=host_bytes,
+        overhead=options.budget.overhead,
+        why_not_logged=why_not,
+    )
     found = choice.candidate
     decision = _Decision(
         choice.method,
@@ -365,7 +375,7 @@ def _observed(place: RunPlace) -> Observed | None:
     # A log that cannot be read is no reason not to start.
     with contextlib.suppress(OSError):
         events = read_events(
-            place.run, rank=0, filesystem=place.seams.events, newest=_TIMELINES_MAX
+            place.run, rank=place.ranks.rank, filesystem=place.seams.events, newest=_TIMELINES_MAX
         )
         found = Observed.of(events)
         return None if found is None else found.followed_by(keeper_lives=_keeper_lives(place.run))

@@ -73,7 +73,7 @@ class IntervalProposal:
     Attributes:
         steps: number of steps between two bases.
         why: reason, for the message.
-        least: minimum number of steps that the write budget allows.
+        least: minimum number of steps that the budgets allow.
         most: maximum number of steps that the log has space for; None if there is no limit.
         full: name of the space that limits ``most``.
     """
@@ -111,7 +111,7 @@ def agree_on_interval(proposals: Sequence[IntervalProposal]) -> IntervalProposal
         why = f"according to rank {rank}, {why}"
     if steps < least:
         steps = round(least * (1 + HYSTERESIS))
-        why = "the write budget allows no shorter interval"
+        why = "the budget allows no shorter interval"
     if most is not None and steps > most:
         steps = most
         why = f"{full} has space for no more"
@@ -593,24 +593,41 @@ class Cadence(Participant):
         self._say(f"a base every {_steps(wanted)} ({wanted * step_s:.3g} s): {new.why}{before}")
 
     def _interval_min(self, step_s: float) -> int:
-        """Return the smallest interval that the write budget allows, in steps."""
+        """Return the smallest interval that the budgets allow, in steps."""
+        least = self._within_overhead(step_s)
         budget = self._options.budget.write_bytes_per_day
         if budget is None:
-            return 1
+            return least
         log = self._log.bytes_per_day(step_s) if self._log.on_disk else 0.0
         # A log that uses up the budget alone leaves nothing for bases, and the result is the
         # maximum.
-        return interval_steps_within(budget - log, self._measured.base_bytes, step_s)
+        return max(least, interval_steps_within(budget - log, self._measured.base_bytes, step_s))
+
+    def _within_overhead(self, step_s: float) -> int:
+        """Return the smallest interval in which bases stay within their share of the time."""
+        share = self._options.budget.overhead
+        cost_s = self._measured.estimator.base_cost_s
+        if share is None or cost_s is None or step_s <= 0:
+            return 1
+        return max(1, math.ceil(cost_s / (share * step_s)))
 
     def _report_conflict(self, least: int, most: int, full: str) -> None:
-        """Report once that the log needs bases more often than the write budget allows."""
+        """Report once that the log needs bases more often than the budgets allow."""
         step_s = self._measured.estimator.step_s
-        budget = self._options.budget.write_bytes_per_day
-        if self._warned or step_s is None or budget is None:
+        budget = self._options.budget
+        if self._warned or step_s is None:
             return
         self._warned = True
         host_bytes = self._log.host_bytes_for(least) if "memory" in full else None
         more = "" if host_bytes is None else f"Budget(host_bytes={host_bytes}) or more, "
+        if budget.write_bytes_per_day is None:
+            self._say(
+                f"Budget(overhead={budget.overhead:g}) allows a base every {_steps(least)}, but "
+                f"{full} has space for {_steps(most)}, and later steps would be lost without a "
+                f"base: bases take more of the time. To stay within it, use {more}a method without "
+                "a log"
+            )
+            return
         day_bytes = math.ceil(self._measured.base_bytes * DAY_S / (step_s * most))
         self._say(
             f"{budget_in_words(self._options)}: it allows a base every {_steps(least)}, but {full} "

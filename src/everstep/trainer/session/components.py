@@ -31,7 +31,7 @@ from everstep.trainer.checks import (
     warn_of_unsaved_residuals,
 )
 from everstep.trainer.job import RunPlace, refuse_single_base_with_peer
-from everstep.trainer.log import NonFiniteCheck, Recorder
+from everstep.trainer.log import LoggableUpdates, NonFiniteCheck, Recorder
 from everstep.trainer.multistep import MultistepDriver, replayable_gradient_bytes, window_end
 from everstep.trainer.participant import BaseSource, Participant, TrainingContext
 from everstep.trainer.schedule import GivenPlan, ScheduledSaver, given_plan
@@ -169,6 +169,8 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     )
     safe, gate = safe_steps(context, keepers, saver, recorder, participants, place)
     participants += [saver, cadence, safe, *gate, FirstBatches(state), events]
+    if options.auto is not None and not options.logs:
+        participants.append(LoggableUpdates(state, events.log_checked))
     components = Components(
         options=options,
         run=run,

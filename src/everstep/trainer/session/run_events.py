@@ -178,6 +178,10 @@ class RunEvents(Participant):
         if number > 0 and step is not None:
             self.stream.emit("log_durable", step, tier="disk")
 
+    def log_checked(self, why_not: str) -> None:
+        """Emit the reason why updates cannot be logged; empty if they can."""
+        self._emit("log_checked", why_not=why_not)
+
     def base_everywhere(self, step: int) -> None:
         """Emit a base that is in the memory of other nodes. Any thread."""
         self.stream.emit("base_durable", step, tier=PEER)
