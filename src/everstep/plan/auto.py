@@ -4,14 +4,15 @@
 then has what a base, a step and a recovery take, and how often the process dies; each further start
 chooses by the model below, per second of training::
 
-    wasted = C / i  +  tax / t  +  (i / 2) * w / M  +  L / M
-             bases     log         steps since a base   loading
+    wasted = C / i  +  tax / t  +  (i / 2 + lag) * w / M  +  L / M
+             bases     log         steps since a base        loading
 
-``i`` is the time between two bases, ``C`` the stall of one, ``t`` a step, ``M`` the time between
-failures, ``L`` the time to load; ``w`` is 1 without a log (steps are trained again) and replay
-divided by training with one. It is GoCkpt's formula (section 3.1) with LowDiff's term for replay
-(section V-C). A method that has run before is judged by its measured stalls. To go back and forth
-costs more than a small gain, so another method must waste a fifth less than the last one.
+``i`` is the time between two bases, ``C`` the stall of one, ``lag`` the time until it survives,
+``t`` a step, ``M`` the time between failures, ``L`` the time to load; ``w`` is 1 without a log
+(steps are trained again) and replay divided by training with one. It is GoCkpt's formula (section
+3.1) with LowDiff's term for replay (section V-C). A method that has run before is judged by its
+measured stalls. To go back and forth costs more than a small gain, so another method must waste a
+fifth less than the last one.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from everstep.config.method import presets
 from everstep.events import Event
 from everstep.plan.estimator import FailurePrior
+from everstep.plan.multistep import Pipeline, best_cut, fewest_of
 
 FIRST = "lazy"
+HELD = "gockpt_o"
+_UNSEEN_S = 86_400.0
 _LESS = 0.8  # another method has to waste at most this share of what the last one does
 _STEPS_MIN = 20  # fewer steps of a start measure nothing
 _STALL_S = 0.005  # of a base, until one was measured
-_HELD = 0.2  # share of a stall that is left if gradients are held (GoCkpt-O, section 5.3)
+_HELD_STEPS = presets[HELD].held_steps
+_PARTS_MAX = 8
+_FORWARD = 1 / 3  # of a step
 _REPLAY_BYTES_PER_S = 2e9  # of state, until a replay was measured
 _COPY_BYTES_PER_S = 2e9  # until a large base was captured
 _LARGE_BYTES = 64e6
@@ -63,8 +70,8 @@ class Observed:
         trained_s: time that processes trained.
         failures: starts that have not ended in order. The one that chooses is not among them.
         step_s: seconds of a step, without bases; None if unknown.
-        capture_s: seconds until the state of a base was copied; None without a base.
-        durable_s: seconds until a base was on disk.
+        captured_s: seconds until the state of a base was copied, by method.
+        durable_s: seconds until a base was on disk, by method.
         load_s: mean seconds of a resume.
         replay_s: seconds to replay a step; None if none was replayed.
         stalled: share of the time that each method has stalled training, bases and log together.
@@ -79,8 +86,8 @@ class Observed:
     trained_s: float = 0.0
     failures: int = 0
     step_s: float | None = None
-    capture_s: float | None = None
-    durable_s: float | None = None
+    captured_s: dict[str, float] = field(default_factory=dict)
+    durable_s: dict[str, float] = field(default_factory=dict)
     load_s: float = 0.0
     has_failed: bool = False
     resumes: int = 0
@@ -106,10 +113,18 @@ class Observed:
         """True if the keeper's memory has mostly survived the failures, as far as is known."""
         return 2 * self.from_memory >= self.resumes
 
+    def lag_s(self, method: str) -> float | None:
+        """Return the seconds until a base survives the failures of this run; None if unknown."""
+        return (self.captured_s if self.keeps_memory else self.durable_s).get(method)
+
     @property
     def mtbf_s(self) -> float:
-        """Seconds between two failures, as :class:`.FailurePrior` expects after those seen."""
-        return FailurePrior().mtbf_s(self.failures, self.trained_s)
+        """Seconds between two failures, as :class:`.FailurePrior` expects after those seen.
+
+        Before the first one at least a day: no method is changed for what has not happened.
+        """
+        expected_s = FailurePrior().mtbf_s(self.failures, self.trained_s)
+        return expected_s if self.failures else max(_UNSEEN_S, expected_s)
 
     def followed_by(self, *, keeper_lives: bool) -> Observed:
         """Return the same with the failure that the next start follows, if it was one."""
@@ -125,8 +140,8 @@ class _Reader:
     def __init__(self) -> None:
         self._found = Observed()
         self._starts: list[_Start] = []
-        self._captured: list[float] = []
-        self._durable: list[float] = []
+        self._captured: dict[str, list[float]] = {}
+        self._durable: dict[str, list[float]] = {}
         self._loads: list[float] = []
         self._replays: list[float] = []
         self._readers: Mapping[str, Callable[[_Start, Event], None]] = {
@@ -159,10 +174,10 @@ class _Reader:
         found.trained_s = sum(one.seconds for one in self._starts)
         found.failures = sum(not one.closed for one in self._starts)
         found.has_failed = not self._starts[-1].closed
-        found.capture_s = _median(self._captured)
-        found.durable_s = _median(self._durable)
+        found.captured_s = {name: _median(ones) for name, ones in self._captured.items()}
+        found.durable_s = {name: _median(ones) for name, ones in self._durable.items()}
         found.load_s = sum(self._loads) / max(1, len(self._loads))
-        found.replay_s = _median(self._replays)
+        found.replay_s = _median(self._replays) if self._replays else None
         for method in {one.method for one in measured}:
             ones = [one for one in measured if one.method == method]
             seconds = sum(one.seconds for one in ones)
@@ -192,11 +207,13 @@ class _Reader:
             self._replays.append(seconds / replayed)
 
     def _base_captured(self, start: _Start, event: Event) -> None:
-        self._captured.append(_number(event.details, "seconds") or 0.0)
+        seconds = _number(event.details, "seconds") or 0.0
+        self._captured.setdefault(start.method, []).append(seconds)
 
     def _base_durable(self, start: _Start, event: Event) -> None:
         if event.details.get("tier") == "disk":
-            self._durable.append(_number(event.details, "seconds") or 0.0)
+            seconds = _number(event.details, "seconds") or 0.0
+            self._durable.setdefault(start.method, []).append(seconds)
 
     def _log_checked(self, start: _Start, event: Event) -> None:
         self._found.why_not_logged = str(event.details.get("why_not", ""))
@@ -219,8 +236,8 @@ def _number(fields: Mapping[str, object], name: str) -> float | None:
     return float(value) if usable else None  # type: ignore[arg-type]
 
 
-def _median(values: list[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,31 +324,51 @@ def choose(
 
 
 def _lazy(seen: Observed, most: float | None) -> Candidate:
-    stall_s = _STALL_S if seen.base_stall_s is None else seen.base_stall_s
-    return _without_log(seen, FIRST, stall_s, most)
+    return _without_log(seen, FIRST, _stall_s(seen), seen.lag_s(FIRST) or 0.0, most)
 
 
 def _held(seen: Observed, most: float | None, why_not: str) -> Candidate:
     """Return bases over several steps, which pay if a copy takes longer than a step."""
     assert seen.step_s is not None
     if why_not:
-        return Candidate("gockpt_o", math.inf, why_not=why_not)
-    if seen.capture_s is None or seen.capture_s <= seen.step_s:
-        return Candidate("gockpt_o", math.inf, why_not="a copy takes less than a step")
-    stall_s = _STALL_S if seen.base_stall_s is None else seen.base_stall_s
-    return _without_log(seen, "gockpt_o", max(_STALL_S, _HELD * stall_s), most)
+        return Candidate(HELD, math.inf, why_not=why_not)
+    copy_s = seen.captured_s.get(FIRST)
+    if copy_s is None or copy_s <= seen.step_s or not seen.state_bytes:
+        return Candidate(HELD, math.inf, why_not="a copy takes less than a step")
+    pipeline = Pipeline(
+        state_s=copy_s,
+        gradients_s=copy_s * seen.gradient_bytes / seen.state_bytes,
+        forward_s=_FORWARD * seen.step_s,
+        backward_s=(1 - _FORWARD) * seen.step_s,
+    )
+    costs = [best_cut(pipeline, n, _HELD_STEPS).overlap for n in range(1, _PARTS_MAX + 1)]
+    whole = costs[0]
+    parts = costs[fewest_of(lambda n: costs[n - 1].stall_s, _PARTS_MAX, 0.0) - 1]
+    if parts is whole:
+        return Candidate(HELD, math.inf, why_not="in one part a base costs least")
+    stall_s = max(_STALL_S, _stall_s(seen) * parts.stall_s / whole.stall_s)
+    lag_s = seen.lag_s(HELD)
+    if lag_s is None:
+        lag_s = (seen.lag_s(FIRST) or 0.0) + parts.whole_s - whole.whole_s
+    return _without_log(seen, HELD, stall_s, lag_s, most)
 
 
-def _without_log(seen: Observed, method: str, stall_s: float, most: float | None) -> Candidate:
+def _without_log(
+    seen: Observed, method: str, stall_s: float, lag_s: float, most: float | None
+) -> Candidate:
     mtbf_s = seen.mtbf_s
-    interval_s = max(math.sqrt(2 * stall_s * mtbf_s), seen.durable_s or 0.0, seen.step_s or 0.0)
+    least_s = max(seen.durable_s.get(method, 0.0), seen.step_s or 0.0)
+    interval_s = max(math.sqrt(2 * stall_s * mtbf_s), least_s)
     if most is not None:
         interval_s = max(interval_s, stall_s / most)
     overhead = seen.stalled.get(method, stall_s / interval_s)
-    # A base is of use once it is complete in the keeper; a lost one costs the one before it.
-    lost_s = interval_s / 2
+    lost_s = interval_s / 2 + lag_s
     wasted = overhead + (lost_s + seen.load_s) / mtbf_s
     return Candidate(method, wasted, overhead, lost_s, _steps(seen, interval_s))
+
+
+def _stall_s(seen: Observed) -> float:
+    return _STALL_S if seen.base_stall_s is None else seen.base_stall_s
 
 
 def _logged(seen: Observed, host_bytes: float, most: float | None, why_not: str) -> Candidate:
@@ -346,21 +383,22 @@ def _logged(seen: Observed, host_bytes: float, most: float | None, why_not: str)
         return Candidate("logged", math.inf, why_not="host memory does not hold two steps of a log")
     rate = _COPY_BYTES_PER_S
     # The copy of a small state takes as long as one lets it, beside a forward.
-    if seen.capture_s and seen.state_bytes >= _LARGE_BYTES:
-        rate = seen.state_bytes / seen.capture_s
+    copy_s = seen.captured_s.get(FIRST)
+    if copy_s and seen.state_bytes >= _LARGE_BYTES:
+        rate = seen.state_bytes / copy_s
     tax_s = seen.gradient_bytes / rate
     tax = tax_s / seen.step_s
     if most is not None and tax >= most:
         why_not = f"a log takes {tax:.1%} of the time, Budget(overhead={most:g}) allows less"
         return Candidate("logged", math.inf, why_not=why_not)
-    stall_s = _STALL_S if seen.base_stall_s is None else seen.base_stall_s
+    stall_s = _stall_s(seen)
     replay_s = seen.replay_s or seen.state_bytes / _REPLAY_BYTES_PER_S
     weight = min(1.0, replay_s / seen.step_s)
     mtbf_s = seen.mtbf_s
     best_s = math.sqrt(2 * stall_s * mtbf_s / max(weight, 1e-6))
     if most is not None:
         best_s = max(best_s, stall_s / (most - tax))
-    interval_s = max(min(best_s, steps_max * seen.step_s), seen.durable_s or 0.0)
+    interval_s = max(min(best_s, steps_max * seen.step_s), seen.durable_s.get(FIRST, 0.0))
     overhead = seen.stalled.get("logged", stall_s / interval_s + tax)
     # The step in flight; of a log on disk also the steps of a segment that was being written.
     log_to = "memory" if seen.keeps_memory else "disk"
@@ -379,9 +417,10 @@ def _disk_is_too_slow(seen: Observed) -> str:
     """Return why the disk cannot take a log; empty if it can, or need not."""
     if seen.keeps_memory:
         return ""
-    if not seen.durable_s or seen.state_bytes <= 0:
+    durable_s = seen.durable_s.get(FIRST)
+    if not durable_s or seen.state_bytes <= 0:
         return "the keeper dies, too, and how fast the disk is was not measured"
-    write_s = seen.gradient_bytes * seen.durable_s / seen.state_bytes
+    write_s = seen.gradient_bytes * durable_s / seen.state_bytes
     assert seen.step_s is not None
     share = write_s / seen.step_s
     return "" if share <= _DISK_SHARE else f"the disk takes {share:.0%} of a step for its gradients"

@@ -34,7 +34,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.plan.interval import (
     Choice,
@@ -178,6 +178,7 @@ _SERIES = ("step_s", "write_bytes_per_s", "load_bytes_per_s", "replay_s", "base_
 _SECONDS_LEAST = 1e-9
 # Seconds of training after which the weight of failures, and of training without them, is halved.
 _FAILURE_HALF_LIFE_S = 30 * 86_400.0
+_BASES_MIN = 4  # that are written and loaded before the first failure
 _MARGIN = 0.05  # share of the waste that another interval has to save
 
 
@@ -320,7 +321,7 @@ class Estimator:
             replay_s = step_s * self._replay_share
         if step_s is None or rate is None or replay_s is None or self._state_bytes is None:
             return None
-        return Costs(
+        costs = Costs(
             state_bytes=self._state_bytes,
             write_bytes_per_s=rate,
             replay_s=replay_s,
@@ -329,6 +330,10 @@ class Estimator:
             load_bytes_per_s=self._median("load_bytes_per_s"),
             base_cost_s=self._median("base_cost_s"),
         )
+        if self._failures:
+            return costs
+        # Of a job that has just begun, nothing says that it fails before a base is of use.
+        return replace(costs, mtbf_s=max(costs.mtbf_s, _BASES_MIN * (costs.write_s + costs.load_s)))
 
     def recommend(self) -> Choice | None:
         """Return the recommended interval; None as long as :meth:`costs` returns None.

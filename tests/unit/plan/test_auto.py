@@ -17,8 +17,8 @@ SEEN = Observed(
     trained_s=1040.0,
     failures=10,
     step_s=0.1,
-    capture_s=0.05,
-    durable_s=0.5,
+    captured_s={"lazy": 0.05},
+    durable_s={"lazy": 0.5},
     load_s=1.0,
     base_stall_s=0.02,
     state_bytes=12e6,
@@ -35,12 +35,13 @@ def test_nothing_measured() -> None:
 
 def test_the_formula_by_hand() -> None:
     """A base stalls 0.02 s, a failure comes every (1040 + 10) s / (10 + 0.5) = 100 s: a base every
-    2 s. Of a second 0.01 s goes to bases, and 1 s of steps and 1 s of loading are lost every 100 s.
+    2 s. Of a second 0.01 s goes to bases. Every 100 s are lost: half of these 2 s, 0.05 s until a
+    base was copied, and 1 s of loading.
     """
     lazy = {one.method: one for one in choose(SEEN).candidates}["lazy"]
     assert lazy.overhead == pytest.approx(0.01)
-    assert (lazy.lost_s, lazy.interval_steps) == (pytest.approx(1.0), 20)
-    assert lazy.wasted == pytest.approx(0.01 + 0.02)
+    assert (lazy.lost_s, lazy.interval_steps) == (pytest.approx(1.05), 20)
+    assert lazy.wasted == pytest.approx(0.01 + 0.0205)
 
 
 def test_a_log_where_failures_are_frequent_and_gradients_small() -> None:
@@ -53,7 +54,7 @@ def test_a_log_where_failures_are_frequent_and_gradients_small() -> None:
     assert logged.overhead == pytest.approx(0.005 + 0.02 / math.sqrt(4 / 0.06))
     assert choice.candidate is logged
     assert logged.log_to == "memory"
-    assert "with a failure every 100 s (lazy 3.00%" in choice.why
+    assert "with a failure every 100 s (lazy 3.05%" in choice.why
 
 
 def test_a_log_on_disk_where_the_keeper_dies_too() -> None:
@@ -61,15 +62,15 @@ def test_a_log_on_disk_where_the_keeper_dies_too() -> None:
     seen = replace(SEEN, resumes=3, from_memory=1)
     logged = {one.method: one for one in choose(seen).candidates}["logged"]
     assert (logged.log_to, logged.lost_s) == ("disk", pytest.approx(1.0))
-    slow = choose(replace(seen, durable_s=1.0))
+    slow = choose(replace(seen, durable_s={"lazy": 1.0}))
     assert slow.method == "lazy"
     assert "the disk takes 83% of a step for its gradients" in slow.why
-    assert "was not measured" in choose(replace(seen, durable_s=None)).why
+    assert "was not measured" in choose(replace(seen, durable_s={})).why
 
 
 def test_bases_alone_where_failures_are_rare() -> None:
     assert choose(replace(SEEN, failures=0)).method == "lazy"
-    assert replace(SEEN, failures=0).mtbf_s == 2100.0
+    assert replace(SEEN, failures=0).mtbf_s == 86_400.0
     assert replace(SEEN, failures=1).mtbf_s == 700.0
 
 
@@ -81,7 +82,9 @@ def test_the_failure_before_this_start_shows_whether_memory_survives() -> None:
 
 
 def test_several_steps_for_a_copy_that_takes_longer_than_one() -> None:
-    slow = replace(SEEN, capture_s=0.8, base_stall_s=0.7, trained_s=1e5, failures=1)
+    slow = replace(SEEN, captured_s={"lazy": 0.8}, base_stall_s=0.7, trained_s=1e5, failures=1)
+    (held,) = (one for one in choose(slow).candidates if one.method == "gockpt_o")
+    assert held.lost_s > 0.8, "a base is of use only after its last part"
     assert choose(slow).method == "gockpt_o"
     assert choose(slow, why_not_logged="optimizer x cannot be replayed").method == "lazy"
 
@@ -131,7 +134,7 @@ def test_little_memory_shortens_the_interval() -> None:
 def test_a_method_is_judged_by_what_it_did() -> None:
     """The log cost 10 % of the time, far more than was predicted: lazily again."""
     seen = replace(SEEN, method="logged", stalled={"logged": 0.10, "lazy": 0.01})
-    large = replace(SEEN, state_bytes=96e6, capture_s=0.096)
+    large = replace(SEEN, state_bytes=96e6, captured_s={"lazy": 0.096})
     tax = {one.method: one.overhead for one in choose(large).candidates}["logged"]
     assert tax > 0.01  # gradients at the 1 GB/s at which that base was copied
     assert choose(seen).method == "lazy"
@@ -178,7 +181,7 @@ def test_measurements_of_earlier_starts() -> None:
     assert seen is not None
     assert (seen.trained_s, seen.failures, seen.method) == (20.0, 1, "lazy")
     assert not seen.has_failed
-    assert (seen.step_s, seen.capture_s, seen.durable_s) == (0.1, 0.04, 0.4)
+    assert (seen.step_s, seen.captured_s, seen.durable_s) == (0.1, {"lazy": 0.04}, {"lazy": 0.4})
     assert (seen.load_s, seen.replay_s) == (0.5, pytest.approx(0.1))
     assert seen.stalled == {"lazy": pytest.approx(1.0 / 20.0)}
     assert seen.base_stall_s == pytest.approx(0.25)

@@ -70,8 +70,8 @@ def _show(out: Console, observed: Observed | None, choice: Choice) -> None:
     shown = {
         "a step": observed.step_s,
         "stall of a base": observed.base_stall_s,
-        "copy of a base": observed.capture_s,
-        "until it is on disk": observed.durable_s,
+        "copy of a base": observed.captured_s.get(observed.method),
+        "until it is on disk": observed.durable_s.get(observed.method),
         "resume": observed.load_s,
         "replay of a step": observed.replay_s,
         "between failures": observed.mtbf_s,
