@@ -68,10 +68,10 @@ def test_the_next_start_follows_what_was_measured(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live = state()
+    found = document("plan", "auto", run)["candidates"][0]
     with everstep.Checkpointer(run, live, method="auto") as ckpt:
         assert repr(ckpt).startswith(f"<Checkpointer of {run}: logged, every=auto")
         train(ckpt, live, 6)
-        found = document("plan", "auto", run)["candidates"][0]
         assert ckpt.stats().interval_steps == found["interval_steps"]
     shown = capsys.readouterr().err
     assert f"{run}: auto: logged: " in shown

@@ -37,6 +37,7 @@ FITS: dict[str, tuple[Any, ...]] = {
     "Budget.disk_bytes": (None, 5),
     "Budget.write_bytes_per_day": (None, 5),
     "Budget.device_bytes": (5, 0),
+    "Budget.overhead": (None, 0.5),
     "Every.steps": (None, 5),
     "Every.seconds": (None, 5, 0.5),
     "Every.auto": (True, False),

@@ -101,8 +101,8 @@ def options_of(
     promise = Promise.parse(lose_at_most, even_if)
     method = None if method == AUTO else method
     is_auto = method is None and promise is None
-    if is_auto:
-        _refuse_log_of_auto(log)
+    if is_auto and isinstance(log, LogOptions):
+        _refuse_log_of_auto()
     if every == DEFAULT_EVERY:
         every = "auto" if is_auto else _EVERY
     if promise is not None:
@@ -115,13 +115,11 @@ def options_of(
     return replace(options, promise=promise, on_event=listeners, auto=auto), tiers
 
 
-def _refuse_log_of_auto(log: LogOptions | None) -> None:
-    if log is not None:
-        raise OptionError(
-            "log= and method='auto' exclude each other: whether there is a log is chosen at each "
-            "start",
-            hint="method='logged' with log=; or lose_at_most= and even_if=",
-        )
+def _refuse_log_of_auto() -> None:
+    raise OptionError(
+        "log= and method='auto' exclude each other: each start chooses if there is a log",
+        hint="method='logged' with log=; or lose_at_most= and even_if=",
+    )
 
 
 def promised_options(
