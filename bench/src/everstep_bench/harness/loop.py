@@ -199,6 +199,8 @@ class Loop:
         before: Any = optimizer._optimizer_step_pre_hooks
         behind: Any = optimizer._optimizer_step_post_hooks
         before.move_to_end(optimizer.register_step_pre_hook(first("before")).id, last=False)
+        # It changes nothing. Otherwise a base over several steps in progress would be abandoned.
+        gated.looks_on = True  # type: ignore[attr-defined]
         optimizer.register_step_pre_hook(gated)
         behind.move_to_end(optimizer.register_step_post_hook(first("behind")).id, last=False)
         optimizer.register_step_post_hook(applied)
