@@ -439,7 +439,6 @@ _DETAILS = {
     "lowdiff_plus": "dense gradients applied to the keeper's replica; bases written from there",
     AUTO: "method and interval chosen at each start, from what earlier ones measured",
 }
-_EVERY = 100  # the default of Checkpointer, in place of which "auto" chooses
 
 
 def missing(arm: str) -> str | None:
@@ -482,7 +481,7 @@ class Ours(StepArm):
             self._folder,
             state,
             method=self._method,
-            every=_EVERY if self.setting.arm == AUTO else self.setting.every,
+            every="auto" if self.setting.arm == AUTO else self.setting.every,
             keep=1,
             log=self.log(),
             budget=Budget(host_bytes=self.setting.host_bytes),
