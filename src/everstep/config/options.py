@@ -524,6 +524,14 @@ class Options:
                 "disk: every= must be a number of steps",
                 hint="every=10 (steps)",
             )
+        self._check_budget()
+        if self.log.audit and (why := self._no_audit):
+            raise OptionError(
+                f"LogOptions(audit=True) is not possible: {why}",
+                hint="everstep verify --replay makes the same comparison from the files on disk",
+            )
+
+    def _check_budget(self) -> None:
         if self.budget.overhead is not None and not self.every.auto:
             raise OptionError(
                 f"Budget(overhead=) needs every='auto': bases {self.every.in_words} cost what they "
@@ -541,11 +549,6 @@ class Options:
                 "Budget(disk_bytes=) cannot be guaranteed with KeepEvery, which keeps bases for "
                 "ever, without a limit",
                 hint="KeepBest, or a larger KeepNewest; or no disk_bytes=",
-            )
-        if self.log.audit and (why := self._no_audit):
-            raise OptionError(
-                f"LogOptions(audit=True) is not possible: {why}",
-                hint="everstep verify --replay makes the same comparison from the files on disk",
             )
 
 

@@ -130,8 +130,8 @@ class Observed:
         """Return the same with the failure that the next start follows, if it was one."""
         if not self.has_failed:
             return self
-        resumes, from_memory = self.resumes + 1, self.from_memory + keeper_lives
-        return replace(self, resumes=resumes, from_memory=from_memory)
+        from_memory = self.from_memory + keeper_lives
+        return replace(self, resumes=self.resumes + 1, from_memory=from_memory)
 
 
 class _Reader:
@@ -174,8 +174,8 @@ class _Reader:
         found.trained_s = sum(one.seconds for one in self._starts)
         found.failures = sum(not one.closed for one in self._starts)
         found.has_failed = not self._starts[-1].closed
-        found.captured_s = {name: _median(ones) for name, ones in self._captured.items()}
-        found.durable_s = {name: _median(ones) for name, ones in self._durable.items()}
+        found.captured_s = _medians(self._captured)
+        found.durable_s = _medians(self._durable)
         found.load_s = sum(self._loads) / max(1, len(self._loads))
         found.replay_s = _median(self._replays) if self._replays else None
         for method in {one.method for one in measured}:
@@ -234,6 +234,10 @@ def _number(fields: Mapping[str, object], name: str) -> float | None:
     value = fields.get(name)
     usable = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
     return float(value) if usable else None  # type: ignore[arg-type]
+
+
+def _medians(series: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: _median(values) for name, values in series.items()}
 
 
 def _median(values: list[float]) -> float:

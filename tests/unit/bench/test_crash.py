@@ -329,7 +329,7 @@ def test_tables_show_shares_next_to_the_formula_and_why_there_are_none() -> None
     (line,) = (line for line in text.splitlines() if line.startswith("lazy "))
     modelled = 100 / (1 + 0.05 / 1.0 + 0.5 / 10 + 0.5 / 10)
     words = ["lazy", "50.00", "100.0", "5", "4.50", "90.0", "%", f"{modelled:.1f}", "%", "3.0"]
-    assert line.split() == [*words, "500", "disk"]
+    assert line.split() == [*words, "500", "disk", "lazy"]
     assert "failed: no disk" in text
     assert text.count("EMULATED") >= 2
     document = json.loads(json.dumps(report.as_json()))

@@ -8,16 +8,13 @@ The keeper receives the records and writes them as segments of the gradient log.
 - ``kept_records``: host memory of records, and when each may be released; which records go to disk,
   and how far training may run ahead of them.
 - ``untracked_writes``: detect writes to optimizer-owned tensors that no hook announced.
-- ``nonfinite``: detect NaN and infinity in recorded gradients.
-- ``loggable``: without a log, find out whether one could record the updates (``method="auto"``).
-"""
+- ``nonfinite``: detect NaN and infinity in recorded gradients."""
 
 from everstep.trainer.log.kept_records import HeldRecords, LogMemory
-from everstep.trainer.log.loggable import LoggableUpdates
 from everstep.trainer.log.nonfinite import NonFiniteCheck, nonfinite_error
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.untracked_writes import WatchedTensors
-from everstep.trainer.log.update_inputs import InputReader, UpdateInputs
+from everstep.trainer.log.update_inputs import InputReader, LoggableUpdates, UpdateInputs
 
 __all__ = [
     "HeldRecords",

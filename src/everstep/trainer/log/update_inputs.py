@@ -12,12 +12,17 @@ Replay runs a function registered for some entries again, so step marks leave th
 buffers of modules, which the record of the update holds. Each mark holds a few elements of every
 such entry: they show whether replay gives the result of training, and whether an entry changed
 without a declared update.
+
+A log refuses some updates only when they happen: sparse gradients, gradients that share memory. A
+start of ``method="auto"`` without a log therefore lets the first updates of each optimizer pass
+through the checks of the log, and emits the result. Only a loop that has passed them is logged by a
+later start.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +33,7 @@ from torch.optim import SGD, Optimizer
 from everstep.capture import Batch, plan_batches
 from everstep.capture.spot_check import Probe
 from everstep.compress.lossy import Lossy, lossy_copies
-from everstep.errors import AuditError, UnsupportedStateError
+from everstep.errors import AuditError, EverstepError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.link.recordable import (
     Grouping,
@@ -55,11 +60,14 @@ from everstep.state.survey import Shape, Survey
 from everstep.state.training_state import State
 from everstep.state.values.tensors import DTYPE_CODES, byte_view, is_dtensor, local_tensor
 from everstep.state.values.tree import split
+from everstep.trainer.participant import Mark, Participant
 
 _log = logging.getLogger("everstep")
 
 _address_of = torch.Tensor.data_ptr
 _SCALER = ("grad_scale", "found_inf")
+_CHECKED_UPDATES = 3  # of each optimizer
+_CHECKED_STEPS = 5
 _LAST_MAX = 256  # optimizers, and choices of their parameters
 
 
@@ -646,3 +654,42 @@ class DeclaredUpdates:
             for name, tensor in survey.tensors.items()
             if survey.shape.owners[name].in_marks and tensor.data_ptr() in places
         )
+
+
+class LoggableUpdates(Participant):
+    """Find out whether the first updates could be logged.
+
+    Args:
+        report: called once, with the reason why an update cannot be logged; empty if all can.
+    """
+
+    follows_updates = True
+
+    def __init__(self, state: State, report: Callable[[str], None]) -> None:
+        self._state = state
+        self._report = report
+        self._checked: dict[str, int] = {}
+        self._steps = 0
+        self._is_over = False
+
+    def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
+        """Check the gradients of an update."""
+        count = self._checked.get(key, 0)
+        if self._is_over or count == _CHECKED_UPDATES:
+            return
+        self._checked[key] = count + 1
+        try:
+            InputReader(self._state).look(key)
+        except EverstepError as error:
+            self._end(error.message.splitlines()[0])
+
+    def mark(self, mark: Mark) -> bool:
+        """End the check once enough steps were seen."""
+        self._steps += 1
+        if self._steps == _CHECKED_STEPS and not self._is_over:
+            self._end("" if self._checked else "no update of an optimizer was seen")
+        return False
+
+    def _end(self, why_not: str) -> None:
+        self._is_over = True
+        self._report(why_not)

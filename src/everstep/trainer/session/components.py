@@ -168,9 +168,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         limits=limits,
     )
     safe, gate = safe_steps(context, keepers, saver, recorder, participants, place)
-    participants += [saver, cadence, safe, *gate, FirstBatches(state), events]
-    if options.auto is not None and not options.logs:
-        participants.append(LoggableUpdates(state, events.log_checked))
+    participants += [saver, cadence, safe, *gate, *_checks(options, state, events), events]
     components = Components(
         options=options,
         run=run,
@@ -193,6 +191,13 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     print_footprint(footprint, options, place, state, limits, in_process=terms.in_process)
     events.follow(keepers, participants, safe, state.ranks.world, footprint)
     return components
+
+
+def _checks(options: Options, state: State, events: RunEvents) -> list[Participant]:
+    found: list[Participant] = [FirstBatches(state)]
+    if options.auto is not None and not options.logs:
+        found.append(LoggableUpdates(state, events.log_checked))
+    return found
 
 
 def _channel(options: Options, clock: Clock, events: RunEvents) -> BackgroundChannel:
