@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from everstep.config import EventListeners, Every, FailurePolicy, KeeperOptions, named
 from everstep.config.keep import KeepPolicy
-from everstep.config.method import AUTO, Method
+from everstep.config.method import Method
 from everstep.config.options import (
     DEFAULT_EVERY,
     Budget,
@@ -95,13 +95,13 @@ class Checkpointer:
         state: objects to save, by name: modules, optimizers, any object with ``state_dict`` and
             ``load_state_dict``, or plain data. Plain data is read from this mapping at each save
             and written back to it at a resume. RNG states are always saved, too.
-        method: name of a preset (:data:`everstep.presets`), a :class:`Method`, or ``"auto"``, the
-            default: chosen at each start from what earlier starts of this run have measured; with
-            ``lose_at_most`` by the promise.
+        method: name of a preset (:data:`everstep.presets`), a :class:`Method`, or ``"auto"``:
+            chosen at each start from what earlier starts of this run have measured. None:
+            ``"lazy"``, or with ``lose_at_most`` ``"logged"``.
         every: interval between the bases that :meth:`step` takes: a number of steps, a time such as
             ``"10min"``, ``"auto"`` (the interval that wastes the least training time according to
-            measurements), or None to take bases only in :meth:`save`. Default: ``"auto"``, or 100
-            steps if a method or a promise is given.
+            measurements), or None to take bases only in :meth:`save`. Default: 100 steps, or
+            ``"auto"`` with ``method="auto"``.
         lose_at_most: most training that a failure may cost: ``"1 step"`` (the one in flight),
             ``"10 steps"``, or training time such as ``"30s"``. The log and its place, or with a
             method without a log the interval between bases, are chosen accordingly, and
@@ -153,7 +153,7 @@ class Checkpointer:
         path: str | os.PathLike[str],
         state: MutableMapping[str, Any],
         *,
-        method: str | Method | None = AUTO,
+        method: str | Method | None = None,
         every: int | str | Every | None = DEFAULT_EVERY,
         lose_at_most: str | None = None,
         even_if: str | None = None,

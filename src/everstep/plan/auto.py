@@ -22,13 +22,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from everstep.config.method import presets
+from everstep.errors import UnsupportedStateError
 from everstep.events import Event
 from everstep.plan.estimator import FailurePrior
 from everstep.plan.multistep import Pipeline, best_cut, fewest_of
 
 FIRST = "lazy"
 HELD = "gockpt_o"
+LOGGED = "logged"
 _UNSEEN_S = 86_400.0
+_NOT_CHECKED = "no start has checked yet if its updates can be logged"
 _LESS = 0.8  # another method has to waste at most this share of what the last one does
 _STEPS_MIN = 20  # fewer steps of a start measure nothing
 _STALL_S = 0.005  # of a base, until one was measured
@@ -36,6 +39,7 @@ _HELD_STEPS = presets[HELD].held_steps
 _PARTS_MAX = 8
 _FORWARD = 1 / 3  # of a step
 _REPLAY_BYTES_PER_S = 2e9  # of state, until a replay was measured
+_REPLAY_SHARE = 0.1  # of a step, at least, until then
 _COPY_BYTES_PER_S = 2e9  # until a large base was captured
 _LARGE_BYTES = 64e6
 _SEGMENT_STEPS = 10
@@ -54,6 +58,8 @@ class _Start:
     stall_s: float = 0.0
     saves: int = 0
     closed: bool = False
+    recovered: bool = False
+    by_error: bool = False
 
     @property
     def seconds(self) -> float:
@@ -68,18 +74,19 @@ class Observed:
     Attributes:
         method: method of the last start.
         trained_s: time that processes trained.
-        failures: starts that have not ended in order. The one that chooses is not among them.
+        failures: starts that have ended by a kill or an error, without the one that chooses.
         step_s: seconds of a step, without bases; None if unknown.
         captured_s: seconds until the state of a base was copied, by method.
         durable_s: seconds until a base was on disk, by method.
         load_s: mean seconds of a resume.
         replay_s: seconds to replay a step; None if none was replayed.
-        stalled: share of the time that each method has stalled training, bases and log together.
-        has_failed: True if the last start has not ended in order.
+        base_stall_s: seconds that a base has stalled training, by method without a log.
+        log_stall_s: seconds that a log has stalled a step, without bases; None without one.
+        has_failed: True if the last start was killed.
         resumes, from_memory: resumes of a run that had steps, and those of them from memory.
-        base_stall_s: seconds that a lazy base stalled training; None if none was taken.
         state_bytes, gradient_bytes: sizes of a base, and of the gradients of a step.
         why_not_logged: why updates cannot be logged, as a start has checked; empty if they can.
+        given_mtbf_s: seconds between two failures, as the user has given them.
     """
 
     method: str = FIRST
@@ -93,11 +100,12 @@ class Observed:
     resumes: int = 0
     from_memory: int = 0
     replay_s: float | None = None
-    stalled: dict[str, float] = field(default_factory=dict)
-    base_stall_s: float | None = None
+    base_stall_s: dict[str, float] = field(default_factory=dict)
+    log_stall_s: float | None = None
     state_bytes: float = 0.0
     gradient_bytes: float = 0.0
-    why_not_logged: str = "no start has checked yet if its updates can be logged"
+    why_not_logged: str = _NOT_CHECKED
+    given_mtbf_s: float | None = None
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Observed | None:
@@ -123,6 +131,8 @@ class Observed:
 
         Before the first one at least a day: no method is changed for what has not happened.
         """
+        if self.given_mtbf_s is not None:
+            return self.given_mtbf_s
         expected_s = FailurePrior().mtbf_s(self.failures, self.trained_s)
         return expected_s if self.failures else max(_UNSEEN_S, expected_s)
 
@@ -149,6 +159,7 @@ class _Reader:
             "base_captured": self._base_captured,
             "base_durable": self._base_durable,
             "log_checked": self._log_checked,
+            "failure": self._failure,
             "progress": self._progressed,
             "closed": self._closed,
         }
@@ -172,19 +183,26 @@ class _Reader:
     def _sum_up(self, measured: list[_Start]) -> None:
         found = self._found
         found.trained_s = sum(one.seconds for one in self._starts)
-        found.failures = sum(not one.closed for one in self._starts)
+        found.failures = sum(one.by_error or not one.closed for one in self._starts)
         found.has_failed = not self._starts[-1].closed
         found.captured_s = _medians(self._captured)
         found.durable_s = _medians(self._durable)
         found.load_s = sum(self._loads) / max(1, len(self._loads))
         found.replay_s = _median(self._replays) if self._replays else None
-        for method in {one.method for one in measured}:
-            ones = [one for one in measured if one.method == method]
-            seconds = sum(one.seconds for one in ones)
-            found.stalled[method] = sum(one.stall_s for one in ones) / max(seconds, 1e-9)
-        alone = [one for one in measured if one.method == FIRST and one.saves]
-        if alone:
-            found.base_stall_s = sum(one.stall_s for one in alone) / sum(one.saves for one in alone)
+        self._sum_stalls(measured)
+
+    def _sum_stalls(self, measured: list[_Start]) -> None:
+        found = self._found
+        for method in (FIRST, HELD):
+            ones = [one for one in measured if one.method == method and one.saves]
+            if ones:
+                saves = sum(one.saves for one in ones)
+                found.base_stall_s[method] = sum(one.stall_s for one in ones) / saves
+        logged = [one for one in measured if one.method == LOGGED]
+        if logged:
+            bases_s = sum(one.saves for one in logged) * _stall_s(found)
+            steps = sum(one.step - one.begun_step for one in logged)
+            found.log_stall_s = max(0.0, sum(one.stall_s for one in logged) - bases_s) / steps
 
     def _started(self, event: Event) -> None:
         method = str(event.details.get("method", FIRST))
@@ -194,12 +212,16 @@ class _Reader:
         self._found.gradient_bytes = _number(event.details, "gradient_bytes") or 0.0
 
     def _recovered(self, start: _Start, event: Event) -> None:
+        again = start.recovered  # by rewind()
+        start.recovered = True
         start.begun_s = event.unix_s
         start.begun_step = start.step = event.step
         if event.details.get("source") == "fresh":
             return
-        self._found.resumes += 1
-        self._found.from_memory += event.details.get("source") == "memory"
+        # After an end in order nothing is in memory.
+        if not again and len(self._starts) > 1 and not self._starts[-2].closed:
+            self._found.resumes += 1
+            self._found.from_memory += event.details.get("source") == "memory"
         self._loads.append(_number(event.details, "load_s") or 0.0)
         replayed = _number(event.details, "replayed")
         seconds = _number(event.details, "replay_s")
@@ -216,7 +238,17 @@ class _Reader:
             self._durable.setdefault(start.method, []).append(seconds)
 
     def _log_checked(self, start: _Start, event: Event) -> None:
-        self._found.why_not_logged = str(event.details.get("why_not", ""))
+        self._note_refusal(str(event.details.get("why_not", "")))
+
+    def _failure(self, start: _Start, event: Event) -> None:
+        # Of a log, or a base over several steps: an update that the first ones did not show.
+        if event.details.get("error") == UnsupportedStateError.__name__:
+            self._note_refusal(" ".join(str(event.details.get("message", "")).split()))
+
+    def _note_refusal(self, why_not: str) -> None:
+        # It stays: an update that has been refused once may come again.
+        if self._found.why_not_logged in ("", _NOT_CHECKED):
+            self._found.why_not_logged = why_not
 
     def _progressed(self, start: _Start, event: Event) -> None:
         start.step = event.step
@@ -228,6 +260,7 @@ class _Reader:
 
     def _closed(self, start: _Start, event: Event) -> None:
         start.closed = True
+        start.by_error = event.details.get("by_error") is True
 
 
 def _number(fields: Mapping[str, object], name: str) -> float | None:
@@ -292,6 +325,7 @@ def choose(
     host_bytes: float = math.inf,
     overhead: float | None = None,
     why_not_logged: str = "",
+    why_not_on_disk: str = "",
 ) -> Choice:
     """Choose the method of the next start.
 
@@ -299,15 +333,18 @@ def choose(
         observed: measurements; None before there are any.
         host_bytes: host memory that captures and a log may take.
         overhead: share of the time that bases and log may take (``Budget.overhead``); None: any.
+        why_not_on_disk: why a log cannot be on disk; empty if it can.
         why_not_logged: why updates of this state cannot be replayed; empty if they can.
     """
     if observed is None or observed.step_s is None:
-        return Choice(FIRST, "nothing was measured yet; the next start chooses by what this one is")
+        return Choice(
+            FIRST, "too little was measured yet; a later start chooses by what this one is"
+        )
     why_not_logged = why_not_logged or observed.why_not_logged
     candidates = (
         _lazy(observed, overhead),
         _held(observed, overhead, why_not_logged),
-        _logged(observed, host_bytes, overhead, why_not_logged),
+        _logged(observed, host_bytes, overhead, why_not_logged, why_not_on_disk),
     )
     ordered = tuple(sorted(candidates, key=lambda one: one.wasted))
     best = ordered[0]
@@ -350,7 +387,8 @@ def _held(seen: Observed, most: float | None, why_not: str) -> Candidate:
     parts = costs[fewest_of(lambda n: costs[n - 1].stall_s, _PARTS_MAX, 0.0) - 1]
     if parts is whole:
         return Candidate(HELD, math.inf, why_not="in one part a base costs least")
-    stall_s = max(_STALL_S, _stall_s(seen) * parts.stall_s / whole.stall_s)
+    predicted_s = max(_STALL_S, _stall_s(seen) * parts.stall_s / whole.stall_s)
+    stall_s = seen.base_stall_s.get(HELD, predicted_s)
     lag_s = seen.lag_s(HELD)
     if lag_s is None:
         lag_s = (seen.lag_s(FIRST) or 0.0) + parts.whole_s - whole.whole_s
@@ -365,51 +403,49 @@ def _without_log(
     interval_s = max(math.sqrt(2 * stall_s * mtbf_s), least_s)
     if most is not None:
         interval_s = max(interval_s, stall_s / most)
-    overhead = seen.stalled.get(method, stall_s / interval_s)
+    overhead = stall_s / interval_s
     lost_s = interval_s / 2 + lag_s
     wasted = overhead + (lost_s + seen.load_s) / mtbf_s
     return Candidate(method, wasted, overhead, lost_s, _steps(seen, interval_s))
 
 
 def _stall_s(seen: Observed) -> float:
-    return _STALL_S if seen.base_stall_s is None else seen.base_stall_s
+    return seen.base_stall_s.get(FIRST, _STALL_S)
 
 
-def _logged(seen: Observed, host_bytes: float, most: float | None, why_not: str) -> Candidate:
+def _logged(
+    seen: Observed, host_bytes: float, most: float | None, why_not: str, why_not_on_disk: str
+) -> Candidate:
     assert seen.step_s is not None
-    why_not = why_not or _disk_is_too_slow(seen)
+    if not seen.keeps_memory:
+        why_not = why_not or why_not_on_disk or _disk_is_too_slow(seen)
     if why_not:
-        return Candidate("logged", math.inf, why_not=why_not)
+        return Candidate(LOGGED, math.inf, why_not=why_not)
     steps_max = math.inf
     if seen.gradient_bytes > 0:
         steps_max = (host_bytes - 2 * seen.state_bytes) / seen.gradient_bytes
     if steps_max < 2:
-        return Candidate("logged", math.inf, why_not="host memory does not hold two steps of a log")
-    rate = _COPY_BYTES_PER_S
-    # The copy of a small state takes as long as one lets it, beside a forward.
-    copy_s = seen.captured_s.get(FIRST)
-    if copy_s and seen.state_bytes >= _LARGE_BYTES:
-        rate = seen.state_bytes / copy_s
-    tax_s = seen.gradient_bytes / rate
-    tax = tax_s / seen.step_s
+        return Candidate(LOGGED, math.inf, why_not="host memory does not hold two steps of a log")
+    tax = _tax_s(seen) / seen.step_s
     if most is not None and tax >= most:
         why_not = f"a log takes {tax:.1%} of the time, Budget(overhead={most:g}) allows less"
-        return Candidate("logged", math.inf, why_not=why_not)
+        return Candidate(LOGGED, math.inf, why_not=why_not)
     stall_s = _stall_s(seen)
-    replay_s = seen.replay_s or seen.state_bytes / _REPLAY_BYTES_PER_S
+    guess_s = max(seen.state_bytes / _REPLAY_BYTES_PER_S, _REPLAY_SHARE * seen.step_s)
+    replay_s = seen.replay_s or guess_s
     weight = min(1.0, replay_s / seen.step_s)
     mtbf_s = seen.mtbf_s
     best_s = math.sqrt(2 * stall_s * mtbf_s / max(weight, 1e-6))
     if most is not None:
         best_s = max(best_s, stall_s / (most - tax))
     interval_s = max(min(best_s, steps_max * seen.step_s), seen.durable_s.get(FIRST, 0.0))
-    overhead = seen.stalled.get("logged", stall_s / interval_s + tax)
+    overhead = stall_s / interval_s + tax
     # The step in flight; of a log on disk also the steps of a segment that was being written.
     log_to = "memory" if seen.keeps_memory else "disk"
     lost_s = seen.step_s / 2 if seen.keeps_memory else _SEGMENT_STEPS * seen.step_s
     again_s = weight * interval_s / 2
     wasted = overhead + (again_s + lost_s + seen.load_s) / mtbf_s
-    return Candidate("logged", wasted, overhead, lost_s, _steps(seen, interval_s), log_to)
+    return Candidate(LOGGED, wasted, overhead, lost_s, _steps(seen, interval_s), log_to)
 
 
 def _steps(seen: Observed, interval_s: float) -> int:
@@ -417,10 +453,20 @@ def _steps(seen: Observed, interval_s: float) -> int:
     return max(1, round(interval_s / seen.step_s)) if seen.step_s > 0 else 1
 
 
+def _tax_s(seen: Observed) -> float:
+    """Return the seconds that a log stalls a step."""
+    if seen.log_stall_s is not None:
+        return seen.log_stall_s
+    rate = _COPY_BYTES_PER_S
+    # The copy of a small state takes as long as one lets it, beside a forward.
+    copy_s = seen.captured_s.get(FIRST)
+    if copy_s and seen.state_bytes >= _LARGE_BYTES:
+        rate = seen.state_bytes / copy_s
+    return seen.gradient_bytes / rate
+
+
 def _disk_is_too_slow(seen: Observed) -> str:
     """Return why the disk cannot take a log; empty if it can, or need not."""
-    if seen.keeps_memory:
-        return ""
     durable_s = seen.durable_s.get(FIRST)
     if not durable_s or seen.state_bytes <= 0:
         return "the keeper dies, too, and how fast the disk is was not measured"

@@ -561,7 +561,8 @@ def seldom(costs: Costs, best: Choice, *, log: bool) -> tuple[int, float]:
         batch_s = costs.step_s if log else interval_s
         return waste(costs, interval_s, batch_s).total
 
-    allowed = max(best.waste.total, WASTE_OF_NO_ACCOUNT)
+    # Loading is not reduced by any interval.
+    allowed = max(best.waste.total, best.waste.load + WASTE_OF_NO_ACCOUNT)
     least = best.interval_steps
     # The waste is convex in the interval, so the accepted intervals have no gap: doubling and
     # bisection find the longest of them.

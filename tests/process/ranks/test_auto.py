@@ -70,7 +70,8 @@ def test_all_ranks_follow_what_rank_0_has_measured(tmp_path: Path) -> None:
             Event("log_checked", at_s, 0, 1, 5, {"why_not": ""}),
             Event("progress", at_s + 50.0, 0, 1, 400, figures),
         ]
-    write_events(tmp_path / "run", events)
+    for rank in range(2):
+        write_events(tmp_path / "run", events, rank=rank)
     second = trained(tmp_path, 6)
     assert all(": logged, every=auto" in str(one["words"]) for one in second)
     assert [one["resumed"] for one in second] == [3, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,11 @@ def events_of_two_lives() -> list[Event]:
     return found
 
 
-def write_events(run: Path, events: list[Event]) -> None:
-    """Writes an event log."""
-    log = EventLog(PosixFileSystem(), run, 0)
+def write_events(run: Path, events: list[Event], *, rank: int = 0) -> None:
+    """Writes the event log of a rank."""
+    log = EventLog(PosixFileSystem(), run, rank)
     for event in events:
-        log(event)
+        log(replace(event, rank=rank))
     log.close()
 
 

@@ -99,8 +99,8 @@ def options_of(
         OptionError: an argument is invalid, or the promise cannot be kept.
     """
     promise = Promise.parse(lose_at_most, even_if)
+    is_auto = method == AUTO and promise is None
     method = None if method == AUTO else method
-    is_auto = method is None and promise is None
     if is_auto and isinstance(log, LogOptions):
         _refuse_log_of_auto()
     if every == DEFAULT_EVERY:
@@ -317,13 +317,14 @@ def with_chosen_method(options: Options, place: RunPlace, state: State) -> Optio
     if options.auto is None:
         return options
     host_bytes = options.budget.host_bytes or memory_available_bytes() // 2
-    observed = _observed(place)
-    why_not = _why_not_logged(state) or ("" if observed is None else observed.why_not_logged)
+    observed = _observed(place, options.every.mtbf_s)
+    why_not = _why_not_logged(options, state) or (observed or Observed()).why_not_logged
     choice = choose(
         observed,
         host_bytes=host_bytes,
         overhead=options.budget.overhead,
         why_not_logged=why_not,
+        why_not_on_disk=_why_not_on_disk(options),
     )
     found = choice.candidate
     decision = _Decision(
@@ -363,11 +364,11 @@ def _agreed(votes: Sequence[dict[str, Any]]) -> _Decision:
     decision = _Decision(**votes[0])
     refused = [vote["why_not_logged"] for vote in votes if vote["why_not_logged"]]
     if refused and decision.method != FIRST:
-        return decision._replace(method=FIRST, why=refused[0], log_to="", wasted=None)
+        return _Decision(FIRST, refused[0], "", None, None, refused[0])
     return decision
 
 
-def _observed(place: RunPlace) -> Observed | None:
+def _observed(place: RunPlace, mtbf_s: float | None) -> Observed | None:
     if place.seams.events is None:
         return None
     # A log that cannot be read is no reason not to start.
@@ -376,7 +377,10 @@ def _observed(place: RunPlace) -> Observed | None:
             place.run, rank=place.ranks.rank, filesystem=place.seams.events, newest=_TIMELINES_MAX
         )
         found = Observed.of(events)
-        return None if found is None else found.followed_by(keeper_lives=_keeper_lives(place.run))
+        if found is None:
+            return None
+        found.given_mtbf_s = mtbf_s
+        return found.followed_by(keeper_lives=_keeper_lives(place.run))
     return None
 
 
@@ -388,9 +392,18 @@ def _keeper_lives(run: PurePath) -> bool:
         return False
 
 
-def _why_not_logged(state: State) -> str:
+def _why_not_on_disk(options: Options) -> str:
+    for name in ("disk_bytes", "write_bytes_per_day"):
+        if getattr(options.budget, name) is not None:
+            return f"with Budget({name}=) no log is written to disk"
+    return ""
+
+
+def _why_not_logged(options: Options, state: State) -> str:
+    if not options.keeper.process:
+        return "KeeperOptions(process=False): a log in memory dies with training"
     try:
         refuse_optimizers(state, "dense")
     except EverstepError as error:
-        return error.message.splitlines()[0]
+        return " ".join(error.message.split())
     return ""

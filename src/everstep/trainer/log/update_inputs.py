@@ -681,13 +681,14 @@ class LoggableUpdates(Participant):
         try:
             InputReader(self._state).look(key)
         except EverstepError as error:
-            self._end(error.message.splitlines()[0])
+            self._end(" ".join(error.message.split()))
 
     def mark(self, mark: Mark) -> bool:
-        """End the check once enough steps were seen."""
-        self._steps += 1
-        if self._steps == _CHECKED_STEPS and not self._is_over:
-            self._end("" if self._checked else "no update of an optimizer was seen")
+        """End the check some steps after each optimizer has made an update."""
+        if not self._is_over and self._checked.keys() >= self._state.optimizers.keys():
+            self._steps += 1
+            if self._steps == _CHECKED_STEPS:
+                self._end("")
         return False
 
     def _end(self, why_not: str) -> None:

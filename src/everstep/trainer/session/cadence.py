@@ -431,7 +431,8 @@ class Cadence(Participant):
         self._proposal: IntervalProposal | None = None
         self.interval_steps = options.every.steps
         if options.every.auto and options.auto is not None:
-            self.interval_steps = options.auto.interval_steps  # as earlier starts have measured
+            # As earlier starts have measured, until this one has.
+            self.interval_steps = min(options.auto.interval_steps or FIRST_STEPS, FIRST_STEPS)
         self._forecasts = recorder is not None or options.every != Every()
         self.forecast: Forecast | None = None
 

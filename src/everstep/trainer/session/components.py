@@ -92,6 +92,8 @@ class Components:
         """
         # In this order: hooks must not use the lane, and the lane copies into the keeper's memory.
         # If one raises an error, the rest is closed all the same: its threads hold memory.
+        if stay:
+            self.events.leave()
         with contextlib.ExitStack() as rest:
             rest.callback(self.events.stream.close)
             rest.callback(self.ring.close)

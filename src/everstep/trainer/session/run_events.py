@@ -78,6 +78,7 @@ class RunEvents(Participant):
         self._progress_s = self._begun_s
         self._service: Service | None = None
         self._newest: Save | None = None
+        self._by_error = False
 
     def follow(
         self,
@@ -218,10 +219,14 @@ class RunEvents(Participant):
         figures = {name: getattr(stats, name) for name in FIGURES}
         self._emit("progress", **figures)
 
+    def leave(self) -> None:
+        """Note that an error has ended training."""
+        self._by_error = True
+
     def close(self) -> None:
         """Emit the last figures; print the prediction of ``method="auto"`` next to them."""
         self._progress()
-        self._emit("closed")
+        self._emit("closed", by_error=self._by_error)
         seconds = self._clock.monotonic_s() - self._begun_s
         auto = self._options.auto
         if self._figures is None or auto is None or auto.wasted is None or seconds <= 0:
