@@ -363,7 +363,7 @@ torch.manual_seed(0)
 model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
 trained = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-seams = Seams(lane=lambda: EmulatedLink(200e6))
+seams = Seams(lane=lambda: EmulatedLink(40e6))
 state = {"model": trained, "optimizer": optimizer}
 with everstep.Checkpointer(run, state, method=method, every=10, seams=seams) as ckpt:
     ckpt.resume()
