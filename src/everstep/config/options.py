@@ -534,8 +534,8 @@ class Options:
     def _check_budget(self) -> None:
         if self.budget.overhead is not None and not self.every.auto:
             raise OptionError(
-                f"Budget(overhead=) needs every='auto': bases {self.every.in_words} cost what they "
-                "cost",
+                f"Budget(overhead=) needs every='auto': bases {self.every.in_words} are taken "
+                "whatever they cost",
                 hint='every="auto"',
             )
         if self.budget.disk_bytes is not None and History.parse(self.log.history).is_more:

@@ -285,6 +285,11 @@ class Estimator:
     # --- What follows from it -----------------------------------------------------------
 
     @property
+    def has_failed(self) -> bool:
+        """True after the first failure."""
+        return self._failures > 0
+
+    @property
     def has_steps(self) -> bool:
         """True after the first step; cheaper than :attr:`step_s`."""
         return bool(self._series["step_s"])
@@ -330,7 +335,7 @@ class Estimator:
             load_bytes_per_s=self._median("load_bytes_per_s"),
             base_cost_s=self._median("base_cost_s"),
         )
-        if self._failures:
+        if self.has_failed:
             return costs
         # Of a job that has just begun, nothing says that it fails before a base is of use.
         return replace(costs, mtbf_s=max(costs.mtbf_s, _BASES_MIN * (costs.write_s + costs.load_s)))

@@ -74,7 +74,7 @@ def test_nothing_is_chosen_while_all_steps_were_beside_the_first_base() -> None:
 
 
 def test_without_a_log_the_interval_is_youngs(capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run()
+    run = Run(every=Every(auto=True, mtbf_s=30.0))
     run.train(FIRST_STEPS)
     assert run.cadence.interval_steps is None
     run.train(3)
@@ -85,6 +85,19 @@ def test_without_a_log_the_interval_is_youngs(capsys: pytest.CaptureFixture[str]
     (said,) = lines(capsys, "a base every")
     assert f"{RUN}: a base every {chosen} steps" in said
     assert "before" not in said
+
+
+def test_bases_take_a_fifth_of_the_time_until_something_fails() -> None:
+    """One is written in 3 s, steps take 0.5 s."""
+    run = Run()
+    run.train(FIRST_STEPS + 3)
+    assert run.cadence.interval_steps == 30
+    failed = Run()
+    failed.cadence.restored(resumed(step=1, forks=[1]))
+    failed.step = 1
+    failed.train(FIRST_STEPS + 3)
+    assert failed.cadence.interval_steps is not None
+    assert failed.cadence.interval_steps < 30
 
 
 def test_with_a_log_it_is_that_of_lowdiffs_model() -> None:
@@ -207,7 +220,7 @@ def test_the_last_of_two_bases_may_fail() -> None:
 def test_where_nothing_helps_bases_are_as_often_as_without_a_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = Run("logged")
+    run = Run("logged", every=Every(auto=True, mtbf_s=100.0))
     run.cadence.restored(resumed(replayed=10, replay_s=8.0))
     run.train(FIRST_STEPS + 3)
     assert run.cadence.interval_steps == without_log(run.costs(replay_s=0.8)).interval_steps

@@ -52,6 +52,7 @@ REPLAY_SHARE = 0.1
 # Most steps between two reviews of the choices. First ones come sooner: each doubles the steps that
 # were measured, and with them the time that is known to have passed without a failure.
 _REVIEW_STEPS = 64
+_WRITE_SHARE = 0.2  # of the time, for writing bases before the first failure
 # Weight, in failures, of an MTBF that the user has given: observed failures do not change it.
 _CERTAIN = 1e6
 
@@ -559,6 +560,9 @@ class Cadence(Participant):
                 why = f"{error.message}; "
                 log = False
             wanted, wasted = seldom(costs, found, log=log)
+            if not estimator.has_failed and self._options.every.mtbf_s is None:
+                # To spare the disk, as long as a failure is a mere guess.
+                wanted = max(wanted, math.ceil(costs.write_s / (_WRITE_SHARE * step_s)))
             why += (
                 f"{wasted:.2%} of the time wasted with a failure every {costs.mtbf_s / 3600:.3g} h"
             )
