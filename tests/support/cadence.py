@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
+from everstep.config.options import Prediction
 from everstep.link.messages import KeeperStats
 from everstep.link.save import Save
 from everstep.options import Options, validate_options
@@ -42,9 +44,10 @@ class Run:
         memory_bytes: int = 1 << 40,
         alone: bool = True,
         limits: LogLimits | None = None,
+        auto: Prediction | None = None,
         **changes: Any,
     ):
-        self.options = options_of(method, **changes)
+        self.options = replace(options_of(method, **changes), auto=auto)
         self.clock = ManualClock()
         parks = self.options.is_scheduled and alone
         self.saver: Any = SimpleNamespace(

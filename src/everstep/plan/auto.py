@@ -30,13 +30,13 @@ from everstep.plan.multistep import Pipeline, best_cut, fewest_of
 FIRST = "lazy"
 HELD = "gockpt_o"
 LOGGED = "logged"
-_UNSEEN_S = 86_400.0
+_UNSEEN_S = 86_400.0  # least MTBF until something has failed
 _NOT_CHECKED = "no start has checked yet if its updates can be logged"
 _LESS = 0.8  # another method has to waste at most this share of what the last one does
 _STEPS_MIN = 20  # fewer steps of a start measure nothing
 _STALL_S = 0.005  # of a base, until one was measured
 _HELD_STEPS = presets[HELD].held_steps
-_PARTS_MAX = 8
+_PARTS_MAX = 8  # of a base over several steps, as predicted
 _FORWARD = 1 / 3  # of a step
 _REPLAY_BYTES_PER_S = 2e9  # of state, until a replay was measured
 _REPLAY_SHARE = 0.1  # of a step, at least, until then

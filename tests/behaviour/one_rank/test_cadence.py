@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.commit.lineage import BaseId
+from everstep.config.options import Prediction
 from everstep.errors import StorageError
 from everstep.link.save import Save
 from everstep.options import Budget, Every, LogOptions, presets
@@ -85,6 +86,22 @@ def test_without_a_log_the_interval_is_youngs(capsys: pytest.CaptureFixture[str]
     (said,) = lines(capsys, "a base every")
     assert f"{RUN}: a base every {chosen} steps" in said
     assert "before" not in said
+
+
+def test_an_interval_of_earlier_starts_lasts_until_this_one_has_measured() -> None:
+    """The first base comes after ten steps at most; no forecast follows from the interval."""
+    for predicted, first in ((3, 3), (12_000, FIRST_STEPS)):
+        run = Run(auto=Prediction(None, predicted))
+        for _ in range(FIRST_STEPS + 2):
+            run.over()
+            if run.cadence.due(run.step):
+                run.bases.append(run.step)
+                run.cadence.base_requested(run.step)
+        assert run.bases[0] == first
+        assert run.cadence.forecast is None
+        run.train(FIRST_STEPS + 3)
+        assert run.cadence.interval_steps == 30
+        assert run.cadence.forecast is not None
 
 
 def test_bases_take_a_fifth_of_the_time_until_something_fails() -> None:

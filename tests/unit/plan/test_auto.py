@@ -120,7 +120,8 @@ def test_a_log_that_was_not_checked() -> None:
 def test_bases_stay_within_their_share_of_the_time() -> None:
     """A base stalls 0.02 s: 0.4 % of 5 s. Gradients take half a percent of a step."""
     bounded = {one.method: one for one in choose(SEEN, overhead=0.004).candidates}
-    lazy, logged = bounded["lazy"], bounded["logged"]
+    lazy = bounded["lazy"]
+    logged = bounded["logged"]
     assert (lazy.interval_steps, lazy.overhead) == (50, pytest.approx(0.004))
     assert logged.why_not == "a log takes 0.5% of the time, Budget(overhead=0.004) allows less"
     logged = {one.method: one for one in choose(SEEN, overhead=0.006).candidates}["logged"]

@@ -685,7 +685,8 @@ class LoggableUpdates(Participant):
 
     def mark(self, mark: Mark) -> bool:
         """End the check some steps after each optimizer has made an update."""
-        if not self._is_over and self._checked.keys() >= self._state.optimizers.keys():
+        every_one = self._checked and self._checked.keys() >= self._state.optimizers.keys()
+        if every_one and not self._is_over:
             self._steps += 1
             if self._steps == _CHECKED_STEPS:
                 self._end("")

@@ -522,7 +522,7 @@ class Cadence(Participant):
         measured.measure_step(now_s)
         self._log.meter_day(now_s)
         self._log.relieve_disk()
-        new = measured.measure_base() and self.interval_steps is None and self._forecasts
+        new = measured.measure_base() and not self._is_chosen and self._forecasts
         long_ago = measured.steps - self._reviewed >= min(_REVIEW_STEPS, self._reviewed)
         # Not known while all steps so far ran beside the first base.
         known = measured.estimator.has_steps
@@ -532,6 +532,12 @@ class Cadence(Participant):
                 self._choose()
             self._forecast_day()
         return False
+
+    @property
+    def _is_chosen(self) -> bool:
+        """True if the interval is given, or follows from measurements of this start."""
+        unmeasured = self._options.every.auto and self._proposal is None
+        return self.interval_steps is not None and not unmeasured
 
     # --- Choice of the interval ---------------------------------------------------------
 
@@ -647,7 +653,7 @@ class Cadence(Participant):
         """Forecast the bytes of a day, print them once, and apply the budget to the log."""
         step_s = self._measured.estimator.step_s
         every = self._options.every
-        if step_s is None or (every.auto and self.interval_steps is None):
+        if step_s is None or (every.auto and not self._is_chosen):
             return
         bases_s = every.seconds
         if self.interval_steps is not None:
