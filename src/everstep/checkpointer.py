@@ -39,7 +39,6 @@ from everstep.trainer.job import (
     checked_places,
     options_of,
     place_of_run,
-    with_chosen_method,
     with_log_in_store,
 )
 from everstep.trainer.session.calls import (
@@ -95,13 +94,14 @@ class Checkpointer:
         state: objects to save, by name: modules, optimizers, any object with ``state_dict`` and
             ``load_state_dict``, or plain data. Plain data is read from this mapping at each save
             and written back to it at a resume. RNG states are always saved, too.
-        method: name of a preset (:data:`everstep.presets`), a :class:`Method`, or ``"auto"``:
-            chosen at each start from what earlier starts of this run have measured. None:
-            ``"lazy"``, or with ``lose_at_most`` ``"logged"``.
+        method: name of a preset (:data:`everstep.presets`), a :class:`Method`, or ``"auto"``, the
+            default: chosen at each start from what earlier starts of this run have measured; the
+            first one takes lazy bases. Default with ``lose_at_most``: ``"logged"``; with
+            ``every=None``: ``"lazy"``.
         every: interval between the bases that :meth:`step` takes: a number of steps, a time such as
             ``"10min"``, ``"auto"`` (the interval that wastes the least training time according to
-            measurements), or None to take bases only in :meth:`save`. Default: 100 steps, or
-            ``"auto"`` with ``method="auto"``.
+            measurements), or None to take bases only in :meth:`save`. Default: ``"auto"``, or 100
+            steps if ``method`` is given.
         lose_at_most: most training that a failure may cost: ``"1 step"`` (the one in flight),
             ``"10 steps"``, or training time such as ``"30s"``. The log and its place, or with a
             method without a log the interval between bases, are chosen accordingly, and
@@ -206,7 +206,6 @@ class Checkpointer:
         # Before a keeper is attached: an earlier Checkpointer of this run still holds it (a
         # notebook's cell is executed again).
         _close_earlier(self._live_key)
-        options = with_chosen_method(options, place, saved)
         # Last: a constructor that fails leaves no Checkpointer that could be closed or used.
         self._session = Session(options, place, saved, ending, self._calls)
         _live[self._live_key] = self

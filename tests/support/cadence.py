@@ -64,7 +64,7 @@ class Run:
             self.recorder = SimpleNamespace(stats=RecorderStats(), disk=disk, memory=memory)
         state: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0, world=1 if alone else 2))
         nothing: Any = None
-        context = TrainingContext(self.options, RUN, state, nothing, nothing, self.clock)
+        context = TrainingContext(self.options, RUN, state, nothing, nothing, self.clock, nothing)
         self.cadence = Cadence(
             context,
             self.saver,

@@ -19,7 +19,7 @@ KINDS: Mapping[str, str] = {
     "base_failed": "a base has failed",
     "log_durable": "the log on a tier, with a base there, leads to this step",
     "replica_stopped": "the keeper's replica of the state has stopped",
-    "log_checked": 'method="auto" has checked if the updates of this loop could be logged',
+    "log_checked": 'method="auto" has found out if the updates of this loop can be logged',
     "notice": "a condition that is no failure, in words (budgets, dropped logs)",
     "failure": "a failure in the background, in words",
     "progress": "counters: seconds of a step, stalls by cause, newest recoverable steps, bytes",

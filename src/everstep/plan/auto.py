@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from everstep.config.method import presets
 from everstep.errors import UnsupportedStateError
@@ -87,6 +88,7 @@ class Observed:
         state_bytes, gradient_bytes: sizes of a base, and of the gradients of a step.
         why_not_logged: why updates cannot be logged, as a start has checked; empty if they can.
         given_mtbf_s: seconds between two failures, as the user has given them.
+        given_interval_s: seconds between two bases, as the user has given them.
     """
 
     method: str = FIRST
@@ -106,6 +108,7 @@ class Observed:
     gradient_bytes: float = 0.0
     why_not_logged: str = _NOT_CHECKED
     given_mtbf_s: float | None = None
+    given_interval_s: float | None = None
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Observed | None:
@@ -324,7 +327,7 @@ def choose(
     *,
     host_bytes: float = math.inf,
     overhead: float | None = None,
-    why_not_logged: str = "",
+    refused: Mapping[str, str] = MappingProxyType({}),
     why_not_on_disk: str = "",
 ) -> Choice:
     """Choose the method of the next start.
@@ -333,18 +336,18 @@ def choose(
         observed: measurements; None before there are any.
         host_bytes: host memory that captures and a log may take.
         overhead: share of the time that bases and log may take (``Budget.overhead``); None: any.
+        refused: why a method cannot be used with this state and these options, by method.
         why_not_on_disk: why a log cannot be on disk; empty if it can.
-        why_not_logged: why updates of this state cannot be replayed; empty if they can.
     """
     if observed is None or observed.step_s is None:
         return Choice(
             FIRST, "too little was measured yet; a later start chooses by what this one is"
         )
-    why_not_logged = why_not_logged or observed.why_not_logged
+    why_not = {one: refused.get(one) or observed.why_not_logged for one in (HELD, LOGGED)}
     candidates = (
         _lazy(observed, overhead),
-        _held(observed, overhead, why_not_logged),
-        _logged(observed, host_bytes, overhead, why_not_logged, why_not_on_disk),
+        _held(observed, overhead, why_not[HELD]),
+        _logged(observed, host_bytes, overhead, why_not[LOGGED], why_not_on_disk),
     )
     ordered = tuple(sorted(candidates, key=lambda one: one.wasted))
     best = ordered[0]
@@ -403,6 +406,8 @@ def _without_log(
     interval_s = max(math.sqrt(2 * stall_s * mtbf_s), least_s)
     if most is not None:
         interval_s = max(interval_s, stall_s / most)
+    if seen.given_interval_s is not None:
+        interval_s = max(seen.given_interval_s, least_s)
     overhead = stall_s / interval_s
     lost_s = interval_s / 2 + lag_s
     wasted = overhead + (lost_s + seen.load_s) / mtbf_s
@@ -438,6 +443,7 @@ def _logged(
     best_s = math.sqrt(2 * stall_s * mtbf_s / max(weight, 1e-6))
     if most is not None:
         best_s = max(best_s, stall_s / (most - tax))
+    best_s = seen.given_interval_s or best_s
     interval_s = max(min(best_s, steps_max * seen.step_s), seen.durable_s.get(FIRST, 0.0))
     overhead = stall_s / interval_s + tax
     # The step in flight; of a log on disk also the steps of a segment that was being written.

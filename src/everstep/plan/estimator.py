@@ -218,6 +218,9 @@ class Estimator:
         replay_share: assumed duration of replay as a share of a step until it was measured; None:
             no recommendation before.
         prior: prior belief about failures.
+
+    Attributes:
+        log: as given; may change while training runs.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class Estimator:
         replay_share: float | None = None,
         prior: FailurePrior | None = None,
     ) -> None:
-        self._log = log
+        self.log = log
         self._replay_share = replay_share
         self._prior = prior or FailurePrior()
         self._series: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in _SERIES}
@@ -321,7 +324,7 @@ class Estimator:
         """
         step_s = self._median("step_s")
         rate = self._median("write_bytes_per_s")
-        replay_s = self._median("replay_s") if self._log else step_s
+        replay_s = self._median("replay_s") if self.log else step_s
         if replay_s is None and step_s is not None and self._replay_share is not None:
             replay_s = step_s * self._replay_share
         if step_s is None or rate is None or replay_s is None or self._state_bytes is None:
@@ -350,14 +353,14 @@ class Estimator:
         costs = self.costs()
         if costs is None:
             return None
-        chosen = best_choice(costs) if self._log else without_log(costs)
+        chosen = best_choice(costs) if self.log else without_log(costs)
         # A write may take longer by now than the current interval, which is not kept then.
         if self._held is not None and self._held >= interval_steps_min(costs):
             interval_s = self._held * costs.step_s
-            batch_s = costs.step_s if self._log else interval_s
+            batch_s = costs.step_s if self.log else interval_s
             wasted = waste(costs, interval_s, batch_s)
             if chosen.waste.total >= wasted.total * (1 - _MARGIN):
-                batch_steps = 1 if self._log else self._held
+                batch_steps = 1 if self.log else self._held
                 chosen = Choice(self._held, batch_steps, interval_s, batch_s, wasted)
         self._held = chosen.interval_steps
         return chosen

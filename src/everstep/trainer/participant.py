@@ -23,6 +23,7 @@ from everstep.seams import Clock
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
+from everstep.trainer.refusals import Refusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class TrainingContext:
         lane: makes the copies.
         channel: reports errors to the training thread.
         clock: measures time.
+        refusals: what becomes of updates that the method cannot repeat.
     """
 
     options: Options
@@ -44,6 +46,7 @@ class TrainingContext:
     lane: Lane
     channel: BackgroundChannel
     clock: Clock
+    refusals: Refusals
 
 
 class TrainingPosition(Protocol):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.errors import OptionError, UnsupportedStateError
+from everstep.config.method import presets
+from everstep.errors import OptionError
 from everstep.events import Event, read_events
 from tests.support.command import document, invoke
 from tests.support.log.eventful import BEGIN_S, write_events
@@ -114,6 +115,22 @@ def test_an_optimizer_that_cannot_be_replayed_is_not_logged(run: Path) -> None:
         assert "lazy" in repr(ckpt)
 
 
+class OwnSGD(torch.optim.SGD):
+    """A class that no exactness matrix has."""
+
+
+everstep.replay.exactness.declare(OwnSGD, elementwise=True)
+
+
+def test_a_method_whose_recovery_is_not_exact_is_not_chosen(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sgd(run, OwnSGD)
+    with everstep.Checkpointer(run, state(OwnSGD), method="auto") as ckpt:
+        assert ": lazy, every=auto" in repr(ckpt)
+    assert "a replay of optimizer is not called exact" in capsys.readouterr().err
+
+
 def test_a_start_checks_if_its_updates_could_be_logged(run_folder: Path) -> None:
     live = state()
     with everstep.Checkpointer(run_folder, live, method="auto") as ckpt:
@@ -148,24 +165,9 @@ def test_sparse_gradients_are_not_logged(run_folder: Path) -> None:
     assert ": lazy, every=auto" in trained(12)
 
 
-def test_an_update_that_is_refused_later_is_not_logged_again(run: Path) -> None:
-    """Only the sixth update has gradients that a log refuses; the start after it does not log."""
-    live = state(torch.optim.SGD)
-
-    def trained() -> str:
-        with everstep.Checkpointer(run, live, method="auto") as ckpt:
-            shown = repr(ckpt)
-            recovery = ckpt.resume()
-            for step in range(recovery.step, 12):
-                live["model"](torch.ones(2, 4)).sum().backward()
-                if step == 8:
-                    weight = live["model"].weight
-                    weight.grad = weight.grad.to_sparse()
-                live["optimizer"].step()
-                live["optimizer"].zero_grad()
-                ckpt.step()
-        return shown
-
+def sgd(run: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> dict[str, Any]:
+    """State of a run that was begun with SGD, whose next start logs."""
+    live = state(kind)
     (run / "events").rename(run.parent / "kept")
     shutil.rmtree(run)
     with everstep.Checkpointer(run, live, method="auto") as ckpt:
@@ -173,9 +175,121 @@ def test_an_update_that_is_refused_later_is_not_logged_again(run: Path) -> None:
         ckpt.save()
     shutil.rmtree(run / "events")
     (run.parent / "kept").rename(run / "events")
-    with pytest.raises(UnsupportedStateError, match="it cannot be logged"):
-        trained()
-    assert ": lazy, every=auto" in trained()
+    return live
+
+
+def test_an_update_that_is_refused_ends_the_log_not_the_start(run: Path) -> None:
+    """One update in the middle of a start has gradients that a log refuses."""
+    live = sgd(run)
+
+    def trained(steps: int) -> str:
+        with everstep.Checkpointer(run, live, method="auto") as ckpt:
+            shown = repr(ckpt)
+            recovery = ckpt.resume()
+            for step in range(recovery.step, steps):
+                live["model"](torch.ones(2, 4)).sum().backward()
+                if step == 8:
+                    weight = live["model"].weight
+                    weight.grad = weight.grad.to_sparse()
+                live["optimizer"].step()
+                live["optimizer"].zero_grad()
+                ckpt.step()
+                if step == 12:
+                    assert ckpt.stats().recoverable_step == 9, "a base of the refused step"
+                    assert ckpt.stats().saves == 2, "of the start, and of the refused step"
+            ckpt.save()
+        return shown
+
+    with pytest.warns(RuntimeWarning, match="bases alone.*the gradient of model.weight is not a"):
+        assert ": logged, every=auto" in trained(14)
+    events = list(read_events(run))
+    (checked,) = (e for e in events if e.kind == "log_checked" and e.details["why_not"])
+    assert checked.step == 8, "the last one that was logged"
+    assert not [event for event in events if event.kind == "failure"]
+    assert ": lazy, every=auto" in trained(20)
+    assert live["model"].weight.isfinite().all()
+
+
+def copied_slowly() -> list[Event]:
+    """Events in which a copy takes eight steps, of a state that leaves no memory for a log."""
+    found = []
+    for event in failing_often():
+        details = dict(event.details)
+        if event.kind == "started":
+            details |= {"state_bytes": 1e12, "gradient_bytes": 1e11}
+        if event.kind == "base_captured":
+            details["seconds"] = 0.8
+        if event.kind == "progress":
+            details["stall_s"] = {"capture": 3.5}
+        found.append(replace(event, details=details))
+    return found
+
+
+def test_a_refused_update_ends_bases_over_several_steps(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sparse gradients come only after a base over several steps."""
+    # A state of 10 kB is copied within a step, which leaves no reason for parts.
+    parts = {**presets, "gockpt_o": replace(presets["gockpt_o"], parts=2)}
+    monkeypatch.setattr("everstep.trainer.job.promised.presets", parts)
+    live = sgd(run)
+    shutil.rmtree(run / "events")
+    write_events(run, copied_slowly())
+
+    def trained() -> torch.Tensor:
+        with everstep.Checkpointer(run, live, method="auto", every=4) as ckpt:
+            assert "gockpt_o, every 4 steps" in repr(ckpt)
+            recovery = ckpt.resume()
+            for step in range(recovery.step, 40):
+                live["model"](torch.ones(2, 4)).sum().backward()
+                if step >= 16:
+                    weight = live["model"].weight
+                    weight.grad = weight.grad.to_sparse()
+                live["optimizer"].step()
+                live["optimizer"].zero_grad()
+                ckpt.step()
+            ckpt.wait()
+            durable_step = ckpt.stats().durable_step
+            assert durable_step is not None
+            assert durable_step >= 36
+            ckpt.save()
+        return torch.clone(live["model"].weight).detach()
+
+    with pytest.warns(RuntimeWarning, match="bases alone.*is not a plain dense tensor"):
+        weights = trained()
+    live.update(state(torch.optim.SGD))
+    with everstep.Checkpointer(run, live, method="auto") as ckpt:
+        assert ": lazy, every=auto" in repr(ckpt)
+        assert ckpt.resume().step == 40
+    assert torch.equal(live["model"].weight, weights)
+
+
+def test_weights_that_are_clamped_end_the_log(run: Path) -> None:
+    """Writes outside of optimizers need a base in each step, as long as there is a log."""
+    live = sgd(run)
+
+    def clamped(steps: int) -> dict[str, torch.Tensor]:
+        with everstep.Checkpointer(run, live, method="auto") as ckpt:
+            recovery = ckpt.resume()
+            for _ in range(recovery.step, steps):
+                live["model"](torch.ones(2, 4)).sum().backward()
+                live["optimizer"].step()
+                with torch.no_grad():
+                    live["model"].weight.clamp_(-0.1, 0.1)
+                live["optimizer"].zero_grad()
+                ckpt.step()
+            assert ckpt.stats().saves <= 6
+            ckpt.save()
+        return {name: value.clone() for name, value in live["model"].state_dict().items()}
+
+    with pytest.warns(RuntimeWarning, match="changed outside its optimizer") as warned:
+        trained = clamped(60)
+    assert "in 4 of 4 steps" in str(warned[-1].message)
+    live.update(state(torch.optim.SGD))
+    with everstep.Checkpointer(run, live, method="auto") as ckpt:
+        assert ": lazy, every=auto" in repr(ckpt)
+        assert ckpt.resume().step == 60
+    assert all(torch.equal(live["model"].state_dict()[name], trained[name]) for name in trained)
 
 
 def test_the_interval_depends_on_who_chooses_the_method(run_folder: Path) -> None:

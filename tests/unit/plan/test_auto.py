@@ -88,13 +88,13 @@ def test_several_steps_for_a_copy_that_takes_longer_than_one() -> None:
     (held,) = (one for one in choose(slow).candidates if one.method == "gockpt_o")
     assert held.lost_s > 0.8, "a base is of use only after its last part"
     assert choose(slow).method == "gockpt_o"
-    assert choose(slow, why_not_logged="optimizer x cannot be replayed").method == "lazy"
+    assert choose(slow, refused=dict.fromkeys(("logged", "gockpt_o"), "x")).method == "lazy"
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"why_not_logged": "LBFGS cannot be replayed"}, "LBFGS cannot be replayed"),
+        ({"refused": {"logged": "LBFGS cannot be replayed"}}, "LBFGS cannot be replayed"),
         ({"host_bytes": 25.9e6}, "host memory does not hold two steps of a log"),
     ],
 )

@@ -1,11 +1,12 @@
-"""Refuses states whose updates a keeper cannot repeat, for replicas and multi-step bases."""
+"""Refuses states whose updates cannot be repeated, for logs, replicas, multi-step bases."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from everstep.config import Options
 from everstep.errors import OptionError, UnsupportedStateError
-from everstep.link.recordable import replay_refusal
+from everstep.link.recordable import refuse_optimizers, replay_refusal
 from everstep.replay import is_elementwise, kind_name
 from everstep.replay.exactness import exactness
 from everstep.state.providers import ModuleProvider, OptimizerProvider, local_optimizer
@@ -51,6 +52,20 @@ def require_replayable(state: State) -> None:
     found = refused or _unknown_to_keepers(state)
     hint = 'method="lazy" copies the state in one step'
     _refuse(f"a base over several steps cannot follow {len(found)} optimizer(s)", found, hint)
+
+
+def refuse_method(options: Options, state: State) -> None:
+    """Refuse a state whose updates the method cannot repeat.
+
+    Raises:
+        UnsupportedStateError, OptionError: The log, a replica or a keeper cannot repeat some.
+    """
+    if options.logs:
+        refuse_optimizers(state, options.method.log)
+        if options.has_replica:
+            require_replicable(state)
+    if options.is_multistep:
+        require_replayable(state)
 
 
 def _refuse(problem: str, found: Sequence[tuple[str, str]], hint: str) -> None:
@@ -101,6 +116,20 @@ def why_inexact(state: State) -> str:
     if not elsewhere:
         return ""
     return f"training updates on {elsewhere[0]}, the keeper on the CPU: its bases are not exact"
+
+
+def why_replay_is_inexact(options: Options, state: State) -> str:
+    """Return why a recovery by this method is not called exact (I9); empty if it may be."""
+    if not (options.logs or options.is_multistep):
+        return ""
+    for key, optimizer in state.optimizers.items():
+        kind = type(local_optimizer(optimizer))
+        groups = optimizer.param_groups
+        for device_type in sorted({p.device.type for group in groups for p in group["params"]}):
+            found = exactness(kind, groups, device_type)
+            if not found.exact:
+                return f"a replay of {key} is not called exact: {found.why}"
+    return why_inexact(state) if options.is_multistep else ""
 
 
 def refuse_lossy_replicas(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -37,9 +37,8 @@ from everstep.config.promise import Promise
 from everstep.errors import EverstepError, OptionError
 from everstep.events import read_events
 from everstep.events.stream import parse_listeners
-from everstep.link.recordable import refuse_optimizers
 from everstep.link.registry import list_keepers
-from everstep.plan.auto import FIRST, Observed, choose
+from everstep.plan.auto import FIRST, HELD, LOGGED, Observed, choose
 from everstep.seams.machine import (
     is_in_memory,
     is_on_network,
@@ -47,7 +46,6 @@ from everstep.seams.machine import (
     mounted_as,
 )
 from everstep.seams.progress import log_or_print
-from everstep.state.training_state import State
 from everstep.tiers import PeerOptions
 from everstep.tiers.options import PEER, Place, as_options, split_peers, survival_of
 from everstep.trainer.job.place import RunPlace
@@ -99,7 +97,9 @@ def options_of(
         OptionError: an argument is invalid, or the promise cannot be kept.
     """
     promise = Promise.parse(lose_at_most, even_if)
-    is_auto = method == AUTO and promise is None
+    # Without an interval the program takes all bases; a log would need others.
+    chooses = method is None and every is not None and log is None
+    is_auto = promise is None and (chooses or method == AUTO)
     method = None if method == AUTO else method
     if is_auto and isinstance(log, LogOptions):
         _refuse_log_of_auto()
@@ -306,24 +306,28 @@ def _bases_every(promise: Promise, every: int | str | Every | None) -> Every:
 # --- Chosen by measurements -------------------------------------------------------------
 
 
-def with_chosen_method(options: Options, place: RunPlace, state: State) -> Options:
+def with_chosen_method(
+    options: Options, place: RunPlace, refusal_of: Callable[[Options], str]
+) -> Options:
     """Return the options with the method that ``method="auto"`` chooses; others as they are.
 
     Of several ranks rank 0 chooses, as all have to use the same. Prints the choice.
+
+    Args:
+        refusal_of: returns why options cannot be chosen; empty if they can.
 
     Raises:
         DeadlineError: another rank does not construct its Checkpointer.
     """
     if options.auto is None:
         return options
-    host_bytes = options.budget.host_bytes or memory_available_bytes() // 2
-    observed = _observed(place, options.every.mtbf_s)
-    why_not = _why_not_logged(options, state) or (observed or Observed()).why_not_logged
+    observed = _observed(place, options.every)
+    refused = {} if observed is None else _refused(options, refusal_of)
     choice = choose(
         observed,
-        host_bytes=host_bytes,
+        host_bytes=options.budget.host_bytes or memory_available_bytes() // 2,
         overhead=options.budget.overhead,
-        why_not_logged=why_not,
+        refused=refused,
         why_not_on_disk=_why_not_on_disk(options),
     )
     found = choice.candidate
@@ -333,19 +337,27 @@ def with_chosen_method(options: Options, place: RunPlace, state: State) -> Optio
         log_to="" if found is None else found.log_to,
         wasted=None if found is None else found.wasted,
         interval_steps=None if found is None else found.interval_steps,
-        why_not_logged=why_not,
+        refused=refused,
     )
     if place.job is not None:
         decision = _agreed(place.job.exchange("choose a method", decision._asdict()))
     level = logging.INFO if place.ranks.rank == 0 else logging.DEBUG
     log_or_print(f"{place.run}: auto: {decision.method}: {decision.why}", level=level)
-    return replace(
-        options,
-        method=presets[decision.method],
-        method_name=decision.method,
-        log=LogOptions(to=decision.log_to) if decision.log_to else options.log,
-        auto=Prediction(decision.wasted, decision.interval_steps),
-    )
+    chosen = _with_method(options, decision.method, decision.log_to)
+    return replace(chosen, auto=Prediction(decision.wasted, decision.interval_steps))
+
+
+def _with_method(options: Options, method: str, log_to: str = "") -> Options:
+    log = LogOptions(to=log_to) if log_to else options.log
+    return replace(options, method=presets[method], method_name=method, log=log)
+
+
+def _refused(options: Options, refusal_of: Callable[[Options], str]) -> dict[str, str]:
+    """Return why methods other than the first one would be refused, by method."""
+    found = {one: refusal_of(_with_method(options, one)) for one in (HELD, LOGGED)}
+    if not options.keeper.process:
+        found[LOGGED] = "KeeperOptions(process=False): a log in memory dies with training"
+    return found
 
 
 class _Decision(NamedTuple):
@@ -356,19 +368,19 @@ class _Decision(NamedTuple):
     log_to: str
     wasted: float | None
     interval_steps: int | None
-    why_not_logged: str
+    refused: dict[str, str]
 
 
 def _agreed(votes: Sequence[dict[str, Any]]) -> _Decision:
-    """Return the choice of rank 0, unless a rank cannot replay its updates."""
+    """Return the choice of rank 0, unless another rank would refuse it."""
     decision = _Decision(**votes[0])
-    refused = [vote["why_not_logged"] for vote in votes if vote["why_not_logged"]]
-    if refused and decision.method != FIRST:
-        return _Decision(FIRST, refused[0], "", None, None, refused[0])
+    for vote in votes:
+        if why := vote["refused"].get(decision.method):
+            return _Decision(FIRST, why, "", None, None, {})
     return decision
 
 
-def _observed(place: RunPlace, mtbf_s: float | None) -> Observed | None:
+def _observed(place: RunPlace, every: Every) -> Observed | None:
     if place.seams.events is None:
         return None
     # A log that cannot be read is no reason not to start.
@@ -379,7 +391,10 @@ def _observed(place: RunPlace, mtbf_s: float | None) -> Observed | None:
         found = Observed.of(events)
         if found is None:
             return None
-        found.given_mtbf_s = mtbf_s
+        found.given_mtbf_s = every.mtbf_s
+        found.given_interval_s = every.seconds
+        if every.steps is not None and found.step_s is not None:
+            found.given_interval_s = every.steps * found.step_s
         return found.followed_by(keeper_lives=_keeper_lives(place.run))
     return None
 
@@ -396,14 +411,4 @@ def _why_not_on_disk(options: Options) -> str:
     for name in ("disk_bytes", "write_bytes_per_day"):
         if getattr(options.budget, name) is not None:
             return f"with Budget({name}=) no log is written to disk"
-    return ""
-
-
-def _why_not_logged(options: Options, state: State) -> str:
-    if not options.keeper.process:
-        return "KeeperOptions(process=False): a log in memory dies with training"
-    try:
-        refuse_optimizers(state, "dense")
-    except EverstepError as error:
-        return " ".join(error.message.split())
     return ""

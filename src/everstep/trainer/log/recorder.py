@@ -89,8 +89,8 @@ class Recorder(Participant):
         state = context.state
         channel = context.channel
         self._saver = saver
-        self._run = context.run
-        self._state = state
+        self._context = context
+        self._refusals = context.refusals
         self._channel = channel
         self._lane = context.lane
         self._exact = True
@@ -126,6 +126,11 @@ class Recorder(Participant):
         self.stats = RecorderStats()
 
     @property
+    def is_over(self) -> bool:
+        """True if the log was given up: nothing is recorded any more, and bases alone go on."""
+        return self._refusals.is_over
+
+    @property
     def needs_capture(self) -> bool:
         """Return True if a base is due that must be captured here: the log does not lead to this
         step, or another reason than half-full memory made the base due."""
@@ -145,9 +150,9 @@ class Recorder(Participant):
         self.memory.start(LogTarget(keeper, pool, timeline) if pool else None)
         self.disk.start(keeper)
         self._declared.start()
-        survey = (
-            (service.survey or self._state.survey()) if self.memory.target is not None else None
-        )
+        survey = None
+        if self.memory.target is not None:
+            survey = service.survey or self._context.state.survey()
         self._replaced.start(survey)
         self.untracked.start(survey, service.step)
         self._last_marked_step = None
@@ -155,7 +160,8 @@ class Recorder(Participant):
         self._entries = None
         if survey is not None:  # save() may take a base before the first mark
             self._adopt_shape(survey)
-        self.base_due = self.base_due or "a new timeline"
+        if not self.is_over:
+            self.base_due = self.base_due or "a new timeline"
         self._base_ahead = None
         self._leads_here = False
         self._reachable_step = None
@@ -169,7 +175,7 @@ class Recorder(Participant):
             step: step in progress.
             over: the update has already run: a hook registered later was called last.
         """
-        if self.memory.target is None:
+        if self.memory.target is None or self.is_over:
             return
         if lsn == self._last_lsn:
             if self._pending_update is not None:
@@ -180,7 +186,7 @@ class Recorder(Participant):
             self._last_lsn = lsn
             # After the update its own writes would be found: only compare before it.
             if not over and (written := self.untracked.before(key, step)):
-                self._add_hole(written)
+                self._note_write(step, written)
                 return
             self._pending_update = self._copy(self.memory.target, key, lsn, step, over)
 
@@ -188,7 +194,8 @@ class Recorder(Participant):
         """Wait for the copies of the gradients: after the update they may change."""
         pending = self._pending_update
         if pending is None:
-            self.untracked.applied(key)
+            if not self.is_over:
+                self.untracked.applied(key)
             return
         with self._recording(None):
             self.untracked.applied(key)
@@ -211,6 +218,8 @@ class Recorder(Participant):
     def skipped(self, why: str) -> None:
         """Record a hole: something changed optimizer-owned tensors in a way replay cannot
         repeat."""
+        if self.is_over:
+            return
         self._discard_pending()
         self._declared.start()
         self.untracked.accept()
@@ -224,7 +233,7 @@ class Recorder(Participant):
             lsn: number of the update.
             step: step in progress.
         """
-        if self.memory.target is None:
+        if self.memory.target is None or self.is_over:
             return
         with self._recording(step):
             self.untracked.declared(pattern)
@@ -236,7 +245,7 @@ class Recorder(Participant):
         """Record a step mark: the entries that no optimizer replays, at the end of a step (I8)."""
         target = self.memory.target
         survey = mark.survey
-        if target is None or survey is None:
+        if target is None or survey is None or self.is_over:
             return False
         step = mark.step
         untracked = False
@@ -341,7 +350,7 @@ class Recorder(Participant):
     @property
     def is_as_marked(self) -> bool:
         """False if an optimizer-owned tensor was written to since the last mark."""
-        return self.untracked.is_as_marked
+        return self.is_over or self.untracked.is_as_marked
 
     @property
     def durable_step(self) -> int | None:
@@ -357,12 +366,12 @@ class Recorder(Participant):
     def lacks_base_of(self, step: int) -> bool:
         """Return True if ``step`` is newer than the last base: the log in memory ends with this
         process."""
-        return step > self.base_step
+        return step > self.base_step and not self.is_over
 
     def refuses_last_base(self, step: int) -> bool:
         """Return True, with a message, if the parameters are not finite."""
         bad = self.nonfinite.first
-        if bad is None or not nonfinite_parameter(self._state):
+        if bad is None or not nonfinite_parameter(self._context.state):
             return False
         self.nonfinite.given_up = True
         before = (
@@ -371,7 +380,7 @@ class Recorder(Participant):
             else f"; to keep the state before, call ckpt.rewind({bad.step - 1}) first"
         )
         log_or_print(
-            f"{self._run}: no last base of step {step} is taken, as its parameters are "
+            f"{self._context.run}: no last base of step {step} is taken, as its parameters are "
             f"not finite ({bad.message}); to take one, call ckpt.save() before close(){before}",
             level=logging.WARNING,
         )
@@ -403,7 +412,7 @@ class Recorder(Participant):
     def handles_torn_base(self, error: AuditError) -> bool:
         """Make a new base due at the next step mark; see
         :meth:`.UntrackedWrites.handles_torn_base`."""
-        return self.untracked.handles_torn_base(error)
+        return not self.is_over and self.untracked.handles_torn_base(error)
 
     def _adopt_shape(self, survey: Survey) -> None:
         """Record states of this shape from now on."""
@@ -428,7 +437,7 @@ class Recorder(Participant):
         if not regrouped and (replaced := self._replaced.since(survey)):
             why = f"{replaced!r} was replaced by another tensor, not by its optimizer"
         if why is not None:  # an update of this step may have been recorded before
-            self._add_hole(why)
+            self._note_write(step, why)
             return True
         named = {name: survey.tensors[name] for name in self._in_marks}
         samples, ran = self._declared.samples(survey)
@@ -633,12 +642,17 @@ class Recorder(Participant):
         assert target is not None
         exact = self._exact and self._opened.holds
         if kind == "mark":  # readers take exactness of the state from marks only
-            exact = exact and self._state.exact
+            exact = exact and self._context.state.exact
         return RecordHead(kind, target.timeline, step, lsn, self._digest, exact, declared)
 
     def _fail(self, error: EverstepError) -> None:
-        self._channel.post(error)
         self._add_hole(error.message)
+        self._refusals.post(error)
+
+    def _note_write(self, step: int, why: str) -> None:
+        """Record a hole: the state was changed by something that no hook has announced."""
+        self._add_hole(why)
+        self._refusals.written(step, why)
 
     def _add_hole(self, why: str) -> None:
         self.stats.holes += 1

@@ -77,10 +77,9 @@ class MultistepDriver(Participant):
     ) -> None:
         options = context.options
         state = context.state
-        self._options = options
-        self._state = state
+        self._fuzzy = options.leaves_bases_fuzzy
+        self._context = context
         self._saver = saver
-        self._channel = context.channel
         # A forked child inherits the hooks, but not the lane or the keeper: it must not end or
         # abandon a window of its parent.
         self._pid = os.getpid()
@@ -202,14 +201,14 @@ class MultistepDriver(Participant):
         # Several ranks agree in base_is_due(): not here, which some of them may not reach.
         if not end.shared and end.can_begin(identity.step) and not self._is_taken(identity):
             with contextlib.suppress(EverstepError):  # the base of one step reports it
-                survey = survey or self._state.survey()
+                survey = survey or self._context.state.survey()
             end.begin(identity.step, self._plan(identity, survey))
         base = end.in_progress
         if base is None or base.end <= identity.step:
             return None
         if self.window is None:
             self._await_window(base, identity, survey)
-            self._channel.check()
+            self._context.channel.check()
         return base.save(identity.timeline)
 
     def mark(self, mark: Mark) -> bool:
@@ -284,7 +283,7 @@ class MultistepDriver(Participant):
         self.ended = None
         if self.end.shared or window is None or not window.is_void:
             return False
-        if mark is None or not mark.snapshot.holds(self._state.survey()):
+        if mark is None or not mark.snapshot.holds(self._context.state.survey()):
             return False
         self.end.again = None
         self._saver.take(BaseRequest(mark.identity, None, False))
@@ -364,14 +363,14 @@ class MultistepDriver(Participant):
         """Plan the base that is due; return None to capture it in one step."""
         end = self.end
         pool = self._pool
-        too_many = end.voids_in_row >= VOID_MAX
+        too_many = end.voids_in_row >= VOID_MAX or self._context.refusals.is_over
         # A keeper that rebuilds does so with the settings recorded when the timeline was opened.
         if identity is None or pool is None or too_many or not self._opened.holds:
             end.voids_in_row = 0
             return None
         try:
             with self._saver.stalled("capture"):
-                survey = survey or self._state.survey()
+                survey = survey or self._context.state.survey()
                 prepared = self._saver.prepare_base(survey, identity)
                 waits = self.copies.waits
                 return self.planner.next(prepared, survey.tensors, pool, waits=waits)
@@ -388,7 +387,7 @@ class MultistepDriver(Participant):
             return
         self.planner.is_ahead = True  # even if it fails: it is tried once
         try:
-            survey = self._state.survey()
+            survey = self._context.state.survey()
             prepared = self._saver.prepare_base(survey, identity)
             self.planner.next(prepared, survey.tensors, pool, waits=self.copies.waits, ahead=True)
         except EverstepError as error:  # the base will report it
@@ -416,7 +415,7 @@ class MultistepDriver(Participant):
         pool = self._pool
         if not times_link or pool is None:
             return self._saver.take(BaseRequest(identity, survey, False))
-        survey = survey or self._state.survey()
+        survey = survey or self._context.state.survey()
         size_bytes = self._saver.prepare_base(survey, identity).size_bytes
         self.stats.parts = 1
         with self.planner.timing_link(size_bytes, survey.tensors, pool):
@@ -436,7 +435,7 @@ class MultistepDriver(Participant):
         service = self._service
         keeper = None if service is None else service.process
         with self._saver.stalled("capture"):
-            survey = survey or self._state.survey()
+            survey = survey or self._context.state.survey()
             prepared = self._saver.prepare_base(survey, identity)
             plan = base.plan if identity.step == base.begin else None
             # One rank of several takes its shard with the next keeper; one alone fails at once.
@@ -464,7 +463,7 @@ class MultistepDriver(Participant):
         costs = self.stats.begin(len(plan.parts))
         window = None
         with failing_save(save, self._saver.post):
-            gradient_bytes = redo_bytes(plan.cut) if self._options.leaves_bases_fuzzy else 0
+            gradient_bytes = redo_bytes(plan.cut) if self._fuzzy else 0
             self._saver.check_disk(prepared.plan(identity), gradient_bytes)
             self.window = window = Window(
                 save,
@@ -491,7 +490,7 @@ class MultistepDriver(Participant):
 
     def _continue_window(self, window: Window, identity: ShardIdentity) -> None:
         with self._voiding(identity.step):
-            survey = self._state.survey()
+            survey = self._context.state.survey()
             self._check(window, identity, survey)
             window.identity = identity
             window.tensors = survey.tensors
@@ -509,7 +508,7 @@ class MultistepDriver(Participant):
         for key, names in part.parameters.items():
             window.captured[key] = window.captured.get(key, frozenset()) | names
         owned = window.plan.owned(part.entries, survey.tensors)
-        looks = self._options.leaves_bases_fuzzy
+        looks = self._fuzzy
         window.parts.add(owned, window.identity.step, looks=looks)
         self._note_mark(window, survey)
         failpoint("window.after_part")
@@ -539,8 +538,9 @@ class MultistepDriver(Participant):
         of the mark."""
         mark = self.end.mark
         try:
-            under_way = self.copies.update_under_way
-            if mark is not None and (under_way or not mark.snapshot.holds(self._state.survey())):
+            if self.copies.update_under_way:
+                mark = None
+            if mark is not None and not mark.snapshot.holds(self._context.state.survey()):
                 mark = None
         except EverstepError as error:  # not raised: the other ranks wait for a reply
             _log.warning("%s", error)
@@ -559,7 +559,7 @@ class MultistepDriver(Participant):
             self.copies.await_checks(window)  # other ranks must not rely on a torn part
         with self._saver.stalled("capture"), self._voiding(identity.step):
             self.ended = window
-            survey = self._state.survey()
+            survey = self._context.state.survey()
             self._check(window, identity, survey)
             self._close_window(window, identity, survey)
             return True
@@ -578,7 +578,7 @@ class MultistepDriver(Participant):
         copies = window.plan.copies(last.entries, survey.tensors)
         self.stats.finishing(window.costs, identity.step)
         # Made in the training thread: it samples the live tensors, which the next update changes.
-        handover = Handover(window, begin, survey, fuzzy=self._options.leaves_bases_fuzzy)
+        handover = Handover(window, begin, survey, fuzzy=self._fuzzy)
 
         def ended(_: object) -> None:
             handover.ended()
@@ -635,7 +635,7 @@ class MultistepDriver(Participant):
         self.copies.forget_update()
         if window is None:
             if error is not None:
-                self._channel.post(error)
+                self._context.refusals.post(error)
             return
         self.stats.abandoned += 1
         self.end.voided(why)
@@ -646,7 +646,7 @@ class MultistepDriver(Participant):
         fail(window.save.durable, ours)
         # A torn gradient was posted as a notice before; it must not be raised in addition.
         if error is not None and error is not self.copies.reported:
-            self._channel.post(error)
+            self._context.refusals.post(error)
         else:
             _log.warning("%s", ours)
         self.copies.abandon(window)

@@ -297,9 +297,14 @@ class _LogSpace:
             self._before_base = self._recorder.stats.record_bytes
 
     @property
+    def leads_on(self) -> bool:
+        """True if steps can be replayed from a log: there is one, and it was not given up."""
+        return self._recorder is not None and not self._recorder.is_over
+
+    @property
     def on_disk(self) -> bool:
         """True if records made now go to disk."""
-        return self._recorder is not None and self._recorder.disk.on
+        return self._recorder is not None and self._recorder.disk.on and self.leads_on
 
     @property
     def step_bytes(self) -> float:
@@ -323,7 +328,7 @@ class _LogSpace:
         After more steps the log itself would need a base.
         """
         recorder = self._recorder
-        if recorder is None or not self.step_bytes:
+        if recorder is None or recorder.is_over or not self.step_bytes:
             return None, ""
         found: list[tuple[int, str]] = []
         if self._options.method.apply != "replica":  # it drops records once applied
@@ -557,7 +562,7 @@ class Cadence(Participant):
             wanted = checkfreq_interval(step_s=step_s, stall_s=cost_s, persist_s=costs.write_s)
             why = "as often as a base is durable before the next one"
         else:
-            log = self._options.logs
+            log = estimator.log = self._log.leads_on
             try:
                 found = estimator.recommend()
                 assert found is not None

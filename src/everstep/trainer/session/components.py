@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePath
 
 from everstep.capture import Lane, UpdateHooks
@@ -13,7 +14,6 @@ from everstep.capture.lane import CpuLane
 from everstep.config import Options
 from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.link import BackgroundChannel
-from everstep.link.recordable import refuse_optimizers
 from everstep.seams import Clock
 from everstep.state.ranks import refuse_divergent_updates
 from everstep.state.training_state import State
@@ -26,17 +26,17 @@ from everstep.trainer.budget import check_multistep_budget, free_bytes
 from everstep.trainer.checks import (
     FirstBatches,
     refuse_lossy_replicas,
-    require_replayable,
-    require_replicable,
+    refuse_method,
     warn_of_unsaved_residuals,
 )
-from everstep.trainer.job import RunPlace, refuse_single_base_with_peer
+from everstep.trainer.job import RunPlace, refuse_single_base_with_peer, with_chosen_method
 from everstep.trainer.log import LoggableUpdates, NonFiniteCheck, Recorder
 from everstep.trainer.multistep import MultistepDriver, replayable_gradient_bytes, window_end
 from everstep.trainer.participant import BaseSource, Participant, TrainingContext
+from everstep.trainer.refusals import Refusals
 from everstep.trainer.schedule import GivenPlan, ScheduledSaver, given_plan
 from everstep.trainer.session.cadence import Cadence
-from everstep.trainer.session.footprint import Footprint, print_footprint
+from everstep.trainer.session.footprint import Footprint, print_footprint, refusal_of
 from everstep.trainer.session.promise import safe_steps
 from everstep.trainer.session.replica_bases import ReplicaBases
 from everstep.trainer.session.run_events import RunEvents
@@ -116,10 +116,12 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     seams = place.seams
     peers = place.peers
     refuse_single_base_with_peer(peers, state.ranks, options)
+    options = with_chosen_method(options, place, partial(refusal_of, place=place, state=state))
     footprint = Footprint.of(options, place, state)
     memory = footprint.memory
     limits = footprint.limits
     given = given_plan(options.method.plan, seams.filesystem, state)
+    refuse_method(options, state)
     # After the budgets were checked: a start that they refuse leaves no run folder.
     run_id = place.open_run()
     footprint = _agreed(footprint, options, place)
@@ -134,14 +136,12 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     )
     keepers = Keepers(terms, channel, ring, participants)
     if peers is not None or options.method.in_memory:
-        terms.send_to_peer(
-            memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), footprint.peer_log_bytes
-        )
-    context = TrainingContext(options, run, state, lane, channel, seams.clock)
+        _send_to_peers(terms, peers or PeerOptions(), footprint)
+    refusals = Refusals(channel, None if options.auto is None else events.log_checked)
+    context = TrainingContext(options, run, state, lane, channel, seams.clock, refusals)
     source: BaseSource = (saver := _saver_of(context, participants, given, footprint))
     recorder = None
     if options.logs:
-        refuse_optimizers(state, options.method.log)
         refuse_lossy_replicas(state, peers, place.tiers, options.method.log)
         limits = limits.on_disk(
             options,
@@ -152,14 +152,14 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         terms.log_limits = limits
         replica = None
         if options.has_replica:
-            require_replicable(state)
             source = replica = ReplicaBases(context, saver)
         recorder = Recorder(context, saver, log_bytes_max=limits.memory_bytes, replica=replica)
         recorder.memory.waits_for_peers = peers is not None and peers.log != "none"
         participants += [recorder] if replica is None else [recorder, replica]
     if options.is_multistep:
         footprint = _with_window(footprint, options, place, state)
-        source = _multistep(context, saver, place, recorder)
+        log = None if recorder is None else recorder.memory
+        source = MultistepDriver(context, saver, window_end(place.job), log)
         participants.append(source)
     cadence = Cadence(
         context,
@@ -195,6 +195,11 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     return components
 
 
+def _send_to_peers(terms: KeeperTerms, peers: PeerOptions, footprint: Footprint) -> None:
+    memory = footprint.memory
+    terms.send_to_peer(memory.own_bytes + memory.peer_bytes, peers, footprint.peer_log_bytes)
+
+
 def _checks(options: Options, state: State, events: RunEvents) -> list[Participant]:
     found: list[Participant] = [FirstBatches(state)]
     if options.auto is not None and not options.logs:
@@ -228,10 +233,8 @@ def _with_window(
     """Return the footprint with the gradients that a multi-step base copies.
 
     Raises:
-        UnsupportedStateError: A keeper cannot repeat the updates.
         OutOfSpaceError: A base in a fixed number of parts does not fit.
     """
-    require_replayable(state)
     if options.logs:  # which has the gradients
         return footprint
     elements, gradient_bytes = footprint.gradients
@@ -240,13 +243,6 @@ def _with_window(
     host_bytes = footprint.memory.host_bytes
     check_multistep_budget(options, host_bytes, footprint.state_bytes, gradient_bytes)
     return replace(footprint, gradients=(elements, gradient_bytes))
-
-
-def _multistep(
-    context: TrainingContext, saver: Saver, place: RunPlace, recorder: Recorder | None
-) -> MultistepDriver:
-    log = None if recorder is None else recorder.memory
-    return MultistepDriver(context, saver, window_end(place.job), log)
 
 
 def _saver_of(

@@ -15,6 +15,7 @@ from rich.filesize import decimal
 from everstep.commit.job import COORDINATOR
 from everstep.config import History, Options
 from everstep.config.promise import Promise
+from everstep.errors import EverstepError
 from everstep.keeper.log import folder_bytes
 from everstep.seams import FileSystem
 from everstep.seams.progress import log_or_print
@@ -43,9 +44,15 @@ from everstep.trainer.budget import (
     plan_memory,
     shape_after_first_update,
 )
-from everstep.trainer.checks import residual_bytes, why_inexact
+from everstep.trainer.checks import (
+    refuse_method,
+    residual_bytes,
+    why_inexact,
+    why_replay_is_inexact,
+)
 from everstep.trainer.job import RunPlace, memory_notice, peer_notice
 from everstep.trainer.job.place import TIERCHECK, tiercheck_notice
+from everstep.trainer.refusals import in_one_line
 
 _MARKED_MIN_BYTES = 1 << 20
 _PLAIN_SHARE = 10  # of gradients; less plain data is not worth a word
@@ -137,6 +144,19 @@ class Footprint:
             peer_log_bytes=peer_log,
             parks=parks_captures(options, state.ranks.world, memory.arena_bytes, state_bytes),
         )
+
+
+def refusal_of(options: Options, place: RunPlace, state: State) -> str:
+    """Return why ``method="auto"`` cannot choose the method of these options; empty if it can.
+
+    A start with them would be refused, or a recovery would not be exact.
+    """
+    try:
+        Footprint.of(options, place, state)
+        refuse_method(options, state)
+    except EverstepError as error:
+        return in_one_line(error)
+    return why_replay_is_inexact(options, state)
 
 
 def print_footprint(
