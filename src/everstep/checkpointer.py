@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from everstep.config import EventListeners, Every, FailurePolicy, KeeperOptions, named
+from everstep.config import EventListeners, Every, FailurePolicy, KeeperOptions, Method, named
 from everstep.config.keep import KeepPolicy
-from everstep.config.method import Method
 from everstep.config.options import (
     DEFAULT_EVERY,
     Budget,
@@ -39,6 +38,7 @@ from everstep.trainer.job import (
     checked_places,
     options_of,
     place_of_run,
+    with_chosen_method,
     with_log_in_store,
 )
 from everstep.trainer.session.calls import (
@@ -54,6 +54,7 @@ from everstep.trainer.session.calls import (
     refuse_pickling,
 )
 from everstep.trainer.session.disabled import DisabledSession
+from everstep.trainer.session.footprint import refusal_of
 from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
 from everstep.trainer.session.session import Session
 from everstep.trainer.session.stats import Stats
@@ -206,6 +207,7 @@ class Checkpointer:
         # Before a keeper is attached: an earlier Checkpointer of this run still holds it (a
         # notebook's cell is executed again).
         _close_earlier(self._live_key)
+        options, place = with_chosen_method(options, place, saved, refusal_of, path, tiers)
         # Last: a constructor that fails leaves no Checkpointer that could be closed or used.
         self._session = Session(options, place, saved, ending, self._calls)
         _live[self._live_key] = self

@@ -61,7 +61,9 @@ class Run:
             disk = DiskLog(self.options, channel=None)  # type: ignore[arg-type]
             disk.start(SimpleNamespace(log_to_disk=self.told.append))  # type: ignore[arg-type]
             memory = SimpleNamespace(bytes_max=memory_bytes, taken_bytes=0)
-            self.recorder = SimpleNamespace(stats=RecorderStats(), disk=disk, memory=memory)
+            self.recorder = SimpleNamespace(
+                stats=RecorderStats(), disk=disk, memory=memory, is_over=False
+            )
         state: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0, world=1 if alone else 2))
         nothing: Any = None
         context = TrainingContext(self.options, RUN, state, nothing, nothing, self.clock, nothing)

@@ -5,7 +5,7 @@ presets, ``given`` checks names, types and numbers.
 """
 
 from everstep.config.given import is_int, is_number, named, nearest
-from everstep.config.method import presets
+from everstep.config.method import Method, presets
 from everstep.config.options import (
     EventListeners,
     Every,
@@ -21,6 +21,7 @@ __all__ = [
     "FailurePolicy",
     "History",
     "KeeperOptions",
+    "Method",
     "Options",
     "is_int",
     "is_number",

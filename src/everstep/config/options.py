@@ -422,10 +422,13 @@ class Prediction:
     Attributes:
         wasted: share of the time that the chosen method wastes, failures included.
         interval_steps: best number of steps between two bases.
+        why_not_logged: why updates of this run cannot be logged, as an earlier start has found;
+            empty if none has.
     """
 
     wasted: float | None = None
     interval_steps: int | None = None
+    why_not_logged: str = ""
 
 
 @dataclass(frozen=True, slots=True)

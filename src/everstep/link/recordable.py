@@ -340,6 +340,23 @@ def refuse_optimizers(state: State, log: str) -> None:
         )
 
 
+def refuse_encoded(state: State) -> None:
+    """Refuse optimizers whose ``state_dict()`` has another form than their state.
+
+    Raises:
+        UnsupportedStateError: the last survey has found some.
+    """
+    if encoded := state.coverage.encoded:
+        keys = ", ".join(map(repr, encoded))
+        raise UnsupportedStateError(
+            f"the state_dict() of {keys} encodes the optimizer's state (with a state_dict hook "
+            "or in a subclass): the log of its updates cannot be replayed without the optimizer "
+            "itself",
+            leaves=tuple((key, "encoded optimizer state") for key in encoded),
+            hint='method="lazy" needs no log',
+        )
+
+
 def _is_exchanged(optimizer: Optimizer, exchanges: Sequence[DDPCompression]) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return any(one.has(parameter) for one in exchanges for parameter in parameters)

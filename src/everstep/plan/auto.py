@@ -120,6 +120,11 @@ class Observed:
         return _Reader().read(events)
 
     @property
+    def is_unchecked(self) -> bool:
+        """True if no start has checked yet if its updates can be logged."""
+        return self.why_not_logged == _NOT_CHECKED
+
+    @property
     def keeps_memory(self) -> bool:
         """True if the keeper's memory has mostly survived the failures, as far as is known."""
         return 2 * self.from_memory >= self.resumes

@@ -182,7 +182,7 @@ class State:
         ownership_rules: the patterns, and the functions.
         coverage: data of the training that the state does not cover.
         replaying: replay is running one of the functions.
-        ranks: as given.
+        ranks: as given, or as of :meth:`become`.
         values: as given.
         trains_in: thread that has ended the last step; None: there was none.
         said: warnings about the data since the last resume.
@@ -276,6 +276,11 @@ class State:
         POSITIONS.open(self, *filter(is_followed, map(loader_within, values)))
         self._unfollow = weakref.finalize(self, POSITIONS.close)
         self._unfollow.atexit = False
+
+    def become(self, ranks: RankInfo) -> None:
+        """Take other facts about this rank of the job, before training begins."""
+        self.ranks = ranks
+        self._share = RankShare(ranks, self.providers)
 
     def close(self) -> None:
         """Restore the loaders' classes, if no other state is in use."""

@@ -154,11 +154,14 @@ class Participant:
 
     Attributes:
         follows_updates: the updates of each step are passed to it.
-        reads_marks: it needs a survey of the state at each step mark.
     """
 
     follows_updates: ClassVar[bool] = False
-    reads_marks: ClassVar[bool] = False
+
+    @property
+    def reads_marks(self) -> bool:
+        """True if it needs a survey of the state at each step mark."""
+        return False
 
     # --- A timeline ---------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class Refusals:
             user has given it: refusals are errors then.
 
     Attributes:
-        is_over: an update was refused, and nothing is logged any more.
+        why: reason why nothing is logged any more; empty as long as all is.
     """
 
     def __init__(
@@ -37,14 +37,28 @@ class Refusals:
         self._channel = channel
         self._report = report
         self._written = deque[int](maxlen=_WRITTEN_MAX)  # newest steps with such writes
-        self.is_over = False
+        self.why = ""
 
-    def post(self, error: EverstepError) -> None:
-        """Post an error, or end the log if it is a refusal."""
-        if self._report is None or not isinstance(error, UnsupportedStateError):
+    @property
+    def is_over(self) -> bool:
+        """True if an update was refused, and nothing is logged any more."""
+        return bool(self.why)
+
+    @property
+    def are_errors(self) -> bool:
+        """True if the user has given the method."""
+        return self._report is None
+
+    def post(
+        self,
+        error: EverstepError,
+        kinds: tuple[type[EverstepError], ...] = (UnsupportedStateError,),
+    ) -> None:
+        """Post an error, or end the log if it is a refusal: of one of the ``kinds``."""
+        if self.are_errors or not isinstance(error, kinds):
             self._channel.post(error)
         else:
-            self._end(in_one_line(error), error.step)
+            self.end(in_one_line(error), error.step)
 
     def written(self, step: int, why: str) -> None:
         """Count a step with writes that the log lacks; end the log if there are many."""
@@ -53,19 +67,20 @@ class Refusals:
             steps.append(step)
         often = len(steps) == _WRITTEN_MAX and abs(step - steps[0]) < _WRITTEN_WITHIN
         if self._report is not None and often:
-            self._end(f"{why}, in {_WRITTEN_MAX} of {step - steps[0] + 1} steps", step)
+            self.end(f"{why}, in {_WRITTEN_MAX} of {step - steps[0] + 1} steps", step)
 
-    def _end(self, why: str, step: int | None) -> None:
-        if self.is_over or self._report is None:
+    def end(self, why: str, step: int | None) -> None:
+        """End the log, here or on another rank, with a notice."""
+        if self.why or self._report is None:
             return
-        self.is_over = True
+        self.why = why
         self._report(why)
         self._channel.post_notice(
             UnsupportedStateError(
                 f"method='auto' records no gradients any more, and goes on with bases alone: {why}",
                 leaves=(),
                 step=step,
-                hint='method="lazy" does so from the start',
+                hint='method="lazy", every="auto" does so from the start',
             )
         )
 

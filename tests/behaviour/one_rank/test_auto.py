@@ -15,7 +15,7 @@ from everstep.config.method import presets
 from everstep.errors import OptionError
 from everstep.events import Event, read_events
 from tests.support.command import document, invoke
-from tests.support.log.eventful import BEGIN_S, write_events
+from tests.support.log.eventful import failing_often, write_events
 
 
 def state(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> dict[str, Any]:
@@ -31,25 +31,6 @@ def train(ckpt: everstep.Checkpointer, live: dict[str, Any], steps: int) -> None
         live["optimizer"].step()
         live["optimizer"].zero_grad()
         ckpt.step()
-
-
-def failing_often() -> list[Event]:
-    """Events of three starts of 50 s, in which bases stalled training for 2 s each."""
-    found = []
-    for number in range(3):
-        at_s = BEGIN_S + 100.0 * number
-        step = 400 * number
-        about = {"method": "lazy", "state_bytes": 12_000, "gradient_bytes": 4_000}
-        source = {"source": "memory" if number else "fresh", "load_s": 0.1}
-        figures = {"step_s": 0.1, "saves": 5, "stall_s": {"capture": 10.0}}
-        found += [
-            Event("started", at_s, 0, 0, 0, about),
-            Event("recovery", at_s, 0, 1, step, source),
-            Event("log_checked", at_s + 1.0, 0, 1, step, {"why_not": ""}),
-            Event("base_captured", at_s + 1.0, 0, 1, step, {"seconds": 0.01}),
-            Event("progress", at_s + 50.0, 0, 1, step + 400, figures),
-        ]
-    return found
 
 
 @pytest.fixture
@@ -294,7 +275,9 @@ def test_weights_that_are_clamped_end_the_log(run: Path) -> None:
 
 def test_the_interval_depends_on_who_chooses_the_method(run_folder: Path) -> None:
     for options, shown in (
-        ({}, "lazy, every 100 steps"),
+        ({}, "lazy, every=auto"),
+        ({"every": None}, "lazy, on save() only"),
+        ({"method": "lazy"}, "lazy, every 100 steps"),
         ({"method": "auto"}, "lazy, every=auto"),
         ({"method": "auto", "every": 100}, "lazy, every 100 steps"),
         ({"method": "auto", "budget": everstep.Budget(overhead=0.01)}, "lazy, every=auto"),

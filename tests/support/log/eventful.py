@@ -44,6 +44,25 @@ def events_of_two_lives() -> list[Event]:
     return found
 
 
+def failing_often() -> list[Event]:
+    """Events of three starts of 50 s, in which bases stalled training for 2 s each."""
+    found = []
+    for number in range(3):
+        at_s = BEGIN_S + 100.0 * number
+        step = 400 * number
+        about = {"method": "lazy", "state_bytes": 12_000, "gradient_bytes": 4_000}
+        source = {"source": "memory" if number else "fresh", "load_s": 0.1}
+        figures = {"step_s": 0.1, "saves": 5, "stall_s": {"capture": 10.0}}
+        found += [
+            Event("started", at_s, 0, 0, 0, about),
+            Event("recovery", at_s, 0, 1, step, source),
+            Event("log_checked", at_s + 1.0, 0, 1, step, {"why_not": ""}),
+            Event("base_captured", at_s + 1.0, 0, 1, step, {"seconds": 0.01}),
+            Event("progress", at_s + 50.0, 0, 1, step + 400, figures),
+        ]
+    return found
+
+
 def write_events(run: Path, events: list[Event], *, rank: int = 0) -> None:
     """Writes the event log of a rank."""
     log = EventLog(PosixFileSystem(), run, rank)

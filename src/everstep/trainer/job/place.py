@@ -101,16 +101,29 @@ class RunPlace:
         if options.logs and peers is not None:
             forms["PeerOptions.log"] = repr(peers.log)
         run_id = job.open_run(seams, run, places, peers, shared_options(options) | forms)
-        refuse_unaudited(job.info, options)
-        computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
+        place = cls(run, seams, seams, job, job.info, places, peers, lambda: run_id)
+        return place.for_options(options, tiers)
+
+    def for_options(self, options: Options, tiers: Sequence[Place]) -> RunPlace:
+        """Return the place as a method uses it: which entries ranks write, what copies hold.
+
+        Raises:
+            OptionError: A place is invalid.
+        """
+        places, peers = checked_places(options, tiers)
+        found = replace(self, tiers=places, peers=peers)
+        if self.job is None:
+            return found
+        refuse_unaudited(self.ranks, options)
         logs = {options.method.log, *(one.log for one in places), peers.log if peers else "none"}
         ranks = replace(
-            job.info,
-            followed=computed,
+            self.ranks,
+            # Bases are computed by a keeper, or at recovery.
+            followed=options.has_replica or options.is_multistep,
             logged=options.logs,
             lossy=options.logs and "adaptive" in logs,
         )
-        return cls(run, seams, seams, job, ranks, places, peers, lambda: run_id)
+        return replace(found, ranks=ranks)
 
 
 def checked_places(

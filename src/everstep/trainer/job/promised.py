@@ -46,9 +46,10 @@ from everstep.seams.machine import (
     mounted_as,
 )
 from everstep.seams.progress import log_or_print
+from everstep.state.training_state import State
 from everstep.tiers import PeerOptions
 from everstep.tiers.options import PEER, Place, as_options, split_peers, survival_of
-from everstep.trainer.job.place import RunPlace
+from everstep.trainer.job.place import RunPlace, with_log_in_store
 
 _BATCH_STEPS_MAX = 10
 
@@ -307,22 +308,39 @@ def _bases_every(promise: Promise, every: int | str | Every | None) -> Every:
 
 
 def with_chosen_method(
-    options: Options, place: RunPlace, refusal_of: Callable[[Options], str]
-) -> Options:
+    options: Options,
+    place: RunPlace,
+    state: State,
+    refusal_of: Callable[[Options, RunPlace, State], str],
+    path: str | os.PathLike[str],
+    tiers: Sequence[Place],
+) -> tuple[Options, RunPlace]:
     """Return the options with the method that ``method="auto"`` chooses; others as they are.
 
-    Of several ranks rank 0 chooses, as all have to use the same. Prints the choice.
+    Which entries a rank writes, and what copies hold, depends on the method: place and state follow
+    it. Of several ranks rank 0 chooses, as all have to use the same. Prints the choice.
 
     Args:
         refusal_of: returns why options cannot be chosen; empty if they can.
+        path: run folder or URL, as the user has given it.
+        tiers: places for copies, as the user has given them.
 
     Raises:
         DeadlineError: another rank does not construct its Checkpointer.
     """
     if options.auto is None:
-        return options
+        return options, place
+    options = _with_choice(options, place, lambda found: refusal_of(found, place, state))
+    place = place.for_options(options, with_log_in_store(path, options, tiers))
+    state.become(place.ranks)
+    return options, place
+
+
+def _with_choice(
+    options: Options, place: RunPlace, refusal_of: Callable[[Options], str]
+) -> Options:
     observed = _observed(place, options.every)
-    refused = {} if observed is None else _refused(options, refusal_of)
+    refused = _refused(options, refusal_of)
     choice = choose(
         observed,
         host_bytes=options.budget.host_bytes or memory_available_bytes() // 2,
@@ -331,20 +349,23 @@ def with_chosen_method(
         why_not_on_disk=_why_not_on_disk(options),
     )
     found = choice.candidate
+    why_not_logged = (observed or Observed()).why_not_logged
     decision = _Decision(
         choice.method,
         choice.why,
         log_to="" if found is None else found.log_to,
         wasted=None if found is None else found.wasted,
         interval_steps=None if found is None else found.interval_steps,
-        refused=refused,
+        refused={one: why or why_not_logged for one, why in refused.items()},
     )
     if place.job is not None:
         decision = _agreed(place.job.exchange("choose a method", decision._asdict()))
     level = logging.INFO if place.ranks.rank == 0 else logging.DEBUG
     log_or_print(f"{place.run}: auto: {decision.method}: {decision.why}", level=level)
     chosen = _with_method(options, decision.method, decision.log_to)
-    return replace(chosen, auto=Prediction(decision.wasted, decision.interval_steps))
+    found_by_earlier = "" if observed is None or observed.is_unchecked else why_not_logged
+    auto = Prediction(decision.wasted, decision.interval_steps, found_by_earlier)
+    return replace(chosen, auto=auto)
 
 
 def _with_method(options: Options, method: str, log_to: str = "") -> Options:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from everstep.capture import Lane, Transfer, on_cuda, plan_batches
-from everstep.errors import AuditError, DeadlineError, EverstepError
+from everstep.errors import AuditError, DeadlineError, EverstepError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.link import Save, as_everstep_error
 from everstep.link.recordable import Layouts, ReplacedTensors, state_digest
@@ -75,7 +75,6 @@ class Recorder(Participant):
     """
 
     follows_updates = True
-    reads_marks = True
 
     def __init__(
         self,
@@ -129,6 +128,11 @@ class Recorder(Participant):
     def is_over(self) -> bool:
         """True if the log was given up: nothing is recorded any more, and bases alone go on."""
         return self._refusals.is_over
+
+    @property
+    def reads_marks(self) -> bool:
+        """True until the log is given up."""
+        return not self.is_over
 
     @property
     def needs_capture(self) -> bool:
@@ -245,9 +249,11 @@ class Recorder(Participant):
         """Record a step mark: the entries that no optimizer replays, at the end of a step (I8)."""
         target = self.memory.target
         survey = mark.survey
+        step = mark.step
+        if self.is_over:
+            self._after_end(step)
         if target is None or survey is None or self.is_over:
             return False
-        step = mark.step
         untracked = False
         if why := self._retry.due(step):
             self.base_due = self.base_due or why
@@ -259,6 +265,12 @@ class Recorder(Participant):
             untracked = self._mark(target, survey, mark.position.lsn, step)
             self.disk.over(step)
         return untracked
+
+    def _after_end(self, step: int) -> None:
+        """Retry the base that the end of the log has made due; let the keeper write the rest."""
+        self.base_due = self.base_due or self._retry.due(step)
+        if self.disk.on:
+            self.disk.stop()
 
     def base_taken(self, save: Save) -> None:
         """Continue the log from a base of this step, which is being captured.
@@ -350,7 +362,7 @@ class Recorder(Participant):
     @property
     def is_as_marked(self) -> bool:
         """False if an optimizer-owned tensor was written to since the last mark."""
-        return self.is_over or self.untracked.is_as_marked
+        return self.untracked.is_as_marked
 
     @property
     def durable_step(self) -> int | None:
@@ -647,7 +659,8 @@ class Recorder(Participant):
 
     def _fail(self, error: EverstepError) -> None:
         self._add_hole(error.message)
-        self._refusals.post(error)
+        # Also an entry that has changed without the update that was declared for it.
+        self._refusals.post(error, (UnsupportedStateError, AuditError))
 
     def _note_write(self, step: int, why: str) -> None:
         """Record a hole: the state was changed by something that no hook has announced."""

@@ -43,6 +43,7 @@ from everstep.link.recordable import (
     form_entries,
     groupings_of,
     lossy_entries,
+    refuse_encoded,
     refuse_options,
     replay_options,
     require_eager,
@@ -661,13 +662,16 @@ class LoggableUpdates(Participant):
 
     Args:
         report: called once, with the reason why an update cannot be logged; empty if all can.
+        known: such a reason, which an earlier start has found; it is reported again, as later
+            starts read the events of the newest starts only.
     """
 
     follows_updates = True
 
-    def __init__(self, state: State, report: Callable[[str], None]) -> None:
+    def __init__(self, state: State, report: Callable[[str], None], known: str = "") -> None:
         self._state = state
         self._report = report
+        self._known = known
         self._checked: dict[str, int] = {}
         self._steps = 0
         self._is_over = False
@@ -675,7 +679,7 @@ class LoggableUpdates(Participant):
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
         """Check the gradients of an update."""
         count = self._checked.get(key, 0)
-        if self._is_over or count == _CHECKED_UPDATES:
+        if self._is_over or self._known or count == _CHECKED_UPDATES:
             return
         self._checked[key] = count + 1
         try:
@@ -686,11 +690,23 @@ class LoggableUpdates(Participant):
     def mark(self, mark: Mark) -> bool:
         """End the check some steps after each optimizer has made an update."""
         every_one = self._checked and self._checked.keys() >= self._state.optimizers.keys()
-        if every_one and not self._is_over:
+        if self._is_over:
+            return False
+        if self._known:
+            self._end(self._known)
+        elif every_one:
             self._steps += 1
             if self._steps == _CHECKED_STEPS:
-                self._end("")
+                self._end(self._why_encoded())
         return False
+
+    def _why_encoded(self) -> str:
+        try:
+            self._state.survey()  # which finds out
+            refuse_encoded(self._state)
+        except EverstepError as error:
+            return " ".join(error.message.split())
+        return ""
 
     def _end(self, why_not: str) -> None:
         self._is_over = True

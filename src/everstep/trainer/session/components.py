@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import PurePath
 
 from everstep.capture import Lane, UpdateHooks
@@ -29,14 +28,14 @@ from everstep.trainer.checks import (
     refuse_method,
     warn_of_unsaved_residuals,
 )
-from everstep.trainer.job import RunPlace, refuse_single_base_with_peer, with_chosen_method
+from everstep.trainer.job import RunPlace, refuse_single_base_with_peer
 from everstep.trainer.log import LoggableUpdates, NonFiniteCheck, Recorder
 from everstep.trainer.multistep import MultistepDriver, replayable_gradient_bytes, window_end
 from everstep.trainer.participant import BaseSource, Participant, TrainingContext
 from everstep.trainer.refusals import Refusals
 from everstep.trainer.schedule import GivenPlan, ScheduledSaver, given_plan
 from everstep.trainer.session.cadence import Cadence
-from everstep.trainer.session.footprint import Footprint, print_footprint, refusal_of
+from everstep.trainer.session.footprint import Footprint, print_footprint
 from everstep.trainer.session.promise import safe_steps
 from everstep.trainer.session.replica_bases import ReplicaBases
 from everstep.trainer.session.run_events import RunEvents
@@ -52,6 +51,7 @@ class Components:
         participants: all participants, in the order in which they handle a step mark: the log
             first, the interval after everything that it measures.
         events: emits the events of this rank.
+        refusals: what becomes of updates that the method cannot repeat.
         nonfinite: check of recorded gradients; None without a log.
         footprint: expected sizes, and the limits that were announced.
     """
@@ -70,6 +70,7 @@ class Components:
     events: RunEvents
     updates: UpdateHooks
     cadence: Cadence
+    refusals: Refusals
     nonfinite: NonFiniteCheck | None
     footprint: Footprint
 
@@ -116,7 +117,6 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
     seams = place.seams
     peers = place.peers
     refuse_single_base_with_peer(peers, state.ranks, options)
-    options = with_chosen_method(options, place, partial(refusal_of, place=place, state=state))
     footprint = Footprint.of(options, place, state)
     memory = footprint.memory
     limits = footprint.limits
@@ -186,6 +186,7 @@ def build_components(options: Options, place: RunPlace, state: State) -> Compone
         events=events,
         updates=UpdateHooks(refuse_divergent_updates(state, saver.gate)),
         cadence=cadence,
+        refusals=refusals,
         nonfinite=None if recorder is None else recorder.nonfinite,
         footprint=footprint,
     )
@@ -203,7 +204,7 @@ def _send_to_peers(terms: KeeperTerms, peers: PeerOptions, footprint: Footprint)
 def _checks(options: Options, state: State, events: RunEvents) -> list[Participant]:
     found: list[Participant] = [FirstBatches(state)]
     if options.auto is not None and not options.logs:
-        found.append(LoggableUpdates(state, events.log_checked))
+        found.append(LoggableUpdates(state, events.log_checked, options.auto.why_not_logged))
     return found
 
 

@@ -25,8 +25,9 @@ import torch
 from torch import nn
 
 from everstep.capture import UpdateHooks
-from everstep.errors import EverstepError, StateError, UnsupportedStateError
+from everstep.errors import EverstepError, StateError
 from everstep.format import ShardIdentity
+from everstep.link.recordable import refuse_encoded
 from everstep.state.layout.entries import RNG_SECTION
 from everstep.state.survey import Survey
 from everstep.state.training_state import State
@@ -141,8 +142,6 @@ class StateWatch:
         at: position of training.
 
     Attributes:
-        surveys: True if the state is surveyed at each mark: there is a log, or bases live in memory
-            (then a last base goes to disk at the end).
         abandoned: True after training was left by an error, perhaps in the middle of a step.
         changing: True between ``before_update()`` and ``after_update()``.
         checks: checks of the training loop.
@@ -161,14 +160,24 @@ class StateWatch:
         self._updates = updates
         self._participants = parts.participants
         self._follows = any(one.follows_updates for one in parts.participants)
-        self._logs = parts.reads_marks
-        self.surveys = parts.options.method.in_memory or self._logs
+        self._parts = parts
+        self._refusals = parts.refusals
         self.abandoned = False
         self.changing = False
-        self._mark = _MarkedState(watches=not self._logs)
+        self._mark = _MarkedState(watches=not parts.reads_marks)
         self._fresh: MarkSnapshot | None = None
         skipped = self._skipped if self._follows else None
         self.checks = LoopChecks(state, updates, gate, skipped, tell)
+
+    @property
+    def _logs(self) -> bool:
+        return self._parts.reads_marks
+
+    @property
+    def surveys(self) -> bool:
+        """True if the state is surveyed at each mark: there is a log, or bases live in memory (then
+        a last base goes to disk at the end)."""
+        return self._parts.options.method.in_memory or self._logs
 
     def abandon(self) -> None:
         """Note that training ended without ``close()``. Other ranks are not waited for."""
@@ -233,7 +242,7 @@ class StateWatch:
             "already be those of "
         )
         how = "in a signal handler, set a flag and call save() after ckpt.step(); or use preempt="
-        if self._logs:
+        if self._logs and self._refusals.are_errors:
             # The log already has this step exactly, so a base that is not exact would be a loss.
             raise StateError(
                 f"{problem}the next step, and the log has this one already",
@@ -285,25 +294,14 @@ class StateWatch:
         try:
             survey = self._state.survey()
             if self._logs:
-                self._refuse_encoded()
+                refuse_encoded(self._state)
             return survey
         except EverstepError as error:
             if self._logs:
                 self._skipped("the state could not be stored")
-            self._channel.post(error)
+            self._refusals.post(error)
             self._channel.check()
             return None
-
-    def _refuse_encoded(self) -> None:
-        if encoded := self._state.coverage.encoded:
-            keys = ", ".join(map(repr, encoded))
-            raise UnsupportedStateError(
-                f"the state_dict() of {keys} encodes the optimizer's state (with a state_dict hook "
-                "or in a subclass): the log of its updates cannot be replayed without the "
-                "optimizer itself",
-                leaves=tuple((key, "encoded optimizer state") for key in encoded),
-                hint='method="lazy" needs no log',
-            )
 
     def started(self, survey: Survey | None, *, fresh: bool) -> None:
         """Begin to track a state after a start.

@@ -50,6 +50,7 @@ class StepConsensus:
         self._channel = parts.channel
         self._cadence = parts.cadence
         self._participants = parts.participants
+        self._refusals = parts.refusals
         self._nonfinite_check = parts.nonfinite
         self._timed = options.every.auto or options.every.seconds is not None
         # With watch= all ranks raise at the same step. With lag_steps= or a promise no rank may be
@@ -165,12 +166,19 @@ class StepConsensus:
             "needed": self._needs_base,
             "cadence": self._cadence.report(),
             "bad": None if bad is None else (bad.step, bad.message),
+            "log_ended": self._refusals.why,
         }
         votes = self._job.exchange(f"end step {step}", mine)
         due, again = self._cadence.decide([vote["cadence"] for vote in votes], step)
         self._next_step = step + (1 if self._exchanges_each_step else again)
         self._report_nonfinite(votes)
+        self._end_log(votes, step)
         return any(vote["needed"] for vote in votes), due
+
+    def _end_log(self, votes: Sequence[Mapping[str, Any]], step: int) -> None:
+        """End the log on all ranks if one has given it up: without that one's it leads nowhere."""
+        if why := next((vote["log_ended"] for vote in votes if vote["log_ended"]), ""):
+            self._refusals.end(why, step)
 
     def _report_nonfinite(self, votes: Sequence[Mapping[str, Any]]) -> None:
         """Report the first non-finite gradient that any rank has found, on every rank."""
