@@ -5,7 +5,7 @@ presets, ``given`` checks names, types and numbers.
 """
 
 from everstep.config.given import is_int, is_number, named, nearest
-from everstep.config.method import Method, presets
+from everstep.config.method import AUTO, Method, presets
 from everstep.config.options import (
     EventListeners,
     Every,
@@ -16,6 +16,7 @@ from everstep.config.options import (
 )
 
 __all__ = [
+    "AUTO",
     "EventListeners",
     "Every",
     "FailurePolicy",

@@ -237,8 +237,9 @@ def test_verify_does_not_blame_the_disk_for_parts_that_do_not_fit(
     [
         ("every", ({"every": 4}, {"every": 5})),
         ("every", ({"every": "10min"}, {"every": 600})),
-        ("every", ({"every": None}, {"every": "auto"})),
+        ("every", ({"every": None, "method": "lazy"}, {"every": "auto", "method": "lazy"})),
         ("method", ({"method": "lazy"}, {"method": "logged"})),
+        ("method", ({"method": "lazy", "every": 100}, {"method": "auto", "every": 100})),
         ("keep", ({"keep": 2}, {"keep": 3})),
         (
             "LogOptions.to",

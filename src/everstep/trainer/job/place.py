@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from everstep.commit.job import COORDINATOR
-from everstep.config import Options, presets
+from everstep.config import AUTO, Options, presets
 from everstep.config.given import is_sequence
 from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format import base_dir, digest
@@ -290,7 +290,7 @@ def shared_options(options: Options) -> dict[str, str]:
     named = next((name for name, one in presets.items() if one == method), None)
     when = "auto" if every.auto else every.steps
     found = {
-        "method": repr(named or method),
+        "method": repr(AUTO if options.auto is not None else named or method),
         "every": repr(when if every.seconds is None else f"{every.seconds:g}s"),
         "keep": repr(options.keep),
     }

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from everstep.capture import Transfer
 from everstep.config import Options
 from everstep.errors import DeadlineError, KeeperError, OutOfSpaceError
 from everstep.format.log import RecordHead
@@ -309,6 +310,25 @@ class Reservation:
         """Return the memory to the pool unless the reservation has ended."""
         if self.end():
             self.target.pool.release(self.room)
+
+
+@dataclass(slots=True, eq=False)
+class PendingUpdate:
+    """Update whose inputs are being copied.
+
+    Attributes:
+        transfer: the copies.
+        end: size of the copied block, in bytes.
+        job: notifies the keeper, in the lane's thread, after the copies.
+        reservation: memory of the record.
+        calls: number of calls of the optimizer's closure.
+    """
+
+    transfer: Transfer
+    end: int
+    job: Callable[[], None]
+    reservation: Reservation
+    calls: int = 1
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from everstep.capture import Lane, Transfer, on_cuda, plan_batches
+from everstep.capture import Lane, on_cuda, plan_batches
 from everstep.errors import AuditError, DeadlineError, EverstepError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.link import Save, as_everstep_error
@@ -39,6 +39,7 @@ from everstep.trainer.log.kept_records import (
     DiskLog,
     LogMemory,
     LogTarget,
+    PendingUpdate,
     Reservation,
     log_dropped,
     log_dropped_early,
@@ -701,25 +702,6 @@ class RecorderStats:
     record_bytes: int = 0
     marks: int = 0
     holes: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class PendingUpdate:
-    """Update whose inputs are being copied.
-
-    Attributes:
-        transfer: the copies.
-        end: size of the copied block, in bytes.
-        job: notifies the keeper, in the lane's thread, after the copies.
-        reservation: memory of the record.
-        calls: number of calls of the optimizer's closure.
-    """
-
-    transfer: Transfer
-    end: int
-    job: Callable[[], None]
-    reservation: Reservation
-    calls: int = 1
 
 
 _RETRY_STEPS_MAX = 64
