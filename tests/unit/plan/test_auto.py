@@ -104,6 +104,14 @@ def test_a_log_that_cannot_be(given: dict[str, Any], why: str) -> None:
     assert f"logged: {why}" in choice.why
 
 
+def test_methods_are_compared_at_the_interval_that_was_given() -> None:
+    assert SEEN.step_s is not None
+    seen = replace(SEEN, given_interval_s=37 * SEEN.step_s)
+    possible = [one for one in choose(seen).candidates if not one.why_not]
+    assert len(possible) >= 2
+    assert {one.interval_steps for one in possible} == {37}
+
+
 def test_a_log_that_was_not_checked() -> None:
     assert choose(replace(SEEN, why_not_logged="a sparse gradient")).method == "lazy"
     assert (
