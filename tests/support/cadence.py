@@ -50,9 +50,7 @@ class Run:
         self.options = replace(options_of(method, **changes), auto=auto)
         self.clock = ManualClock()
         parks = self.options.is_scheduled and alone
-        self.saver: Any = SimpleNamespace(
-            saves=0, stall_s={"gate": 0.0}, last_save_s=0.0, parks=parks
-        )
+        self.saver: Any = SimpleNamespace(saves=0, base_stall_s=0.0, last_save_s=0.0, parks=parks)
         self.stats = KeeperStats()
         self.keepers: Any = SimpleNamespace(stats=self.stats)
         self.recorder: Any = None
@@ -115,7 +113,7 @@ class Run:
         self.stats.committed += 1
         self.stats.persist_s += persist_s
         self.stats.written_bytes += base_bytes
-        self.saver.stall_s["gate"] += cost_s
+        self.saver.base_stall_s += cost_s
         self.clock.advance(cost_s)
         save.durable.set_result(base_bytes)
 

@@ -422,12 +422,16 @@ class Prediction:
     Attributes:
         wasted: share of the time that the chosen method wastes, failures included.
         interval_steps: best number of steps between two bases.
+        base_cost_s: seconds of training that a base costs, as earlier starts have measured.
+        base_write_s: seconds until a base is on disk, as they have measured.
         why_not_logged: why updates of this run cannot be logged, as an earlier start has found;
             empty if none has.
     """
 
     wasted: float | None = None
     interval_steps: int | None = None
+    base_cost_s: float | None = None
+    base_write_s: float | None = None
     why_not_logged: str = ""
 
 

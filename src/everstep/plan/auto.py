@@ -11,7 +11,7 @@ chooses by the model below, per second of training::
 ``t`` a step, ``M`` the time between failures, ``L`` the time to load; ``w`` is 1 without a log
 (steps are trained again) and replay divided by training with one. It is GoCkpt's formula (section
 3.1) with LowDiff's term for replay (section V-C). A method that has run before is judged by its
-measured stalls. To go back and forth costs more than a small gain, so another method must waste a
+measured costs. To go back and forth costs more than a small gain, so another method must waste a
 fifth less than the last one.
 """
 
@@ -35,6 +35,7 @@ _UNSEEN_S = 86_400.0  # least MTBF until something has failed
 _NOT_CHECKED = "no start has checked yet if its updates can be logged"
 _LESS = 0.8  # another method has to waste at most this share of what the last one does
 _STEPS_MIN = 20  # fewer steps of a start measure nothing
+_SAME_PACE = 1.05  # starts of the same method differ by as much
 _STALL_S = 0.005  # of a base, until one was measured
 _HELD_STEPS = presets[HELD].held_steps
 _PARTS_MAX = 8  # of a base over several steps, as predicted
@@ -56,8 +57,9 @@ class _Start:
     last_s: float
     begun_step: int = 0
     step: int = 0
-    stall_s: float = 0.0
-    saves: int = 0
+    step_s: float | None = None
+    base_cost_s: float | None = None
+    log_stall_s: float | None = None
     closed: bool = False
     recovered: bool = False
     by_error: bool = False
@@ -81,8 +83,8 @@ class Observed:
         durable_s: seconds until a base was on disk, by method.
         load_s: mean seconds of a resume.
         replay_s: seconds to replay a step; None if none was replayed.
-        base_stall_s: seconds that a base has stalled training, by method without a log.
-        log_stall_s: seconds that a log has stalled a step, without bases; None without one.
+        base_cost_s: seconds of training that a base has cost, by method without a log.
+        log_cost_s: seconds by which a log has made a step longer; None if there was none.
         has_failed: True if the last start was killed.
         resumes, from_memory: resumes of a run that had steps, and those of them from memory.
         state_bytes, gradient_bytes: sizes of a base, and of the gradients of a step.
@@ -102,8 +104,8 @@ class Observed:
     resumes: int = 0
     from_memory: int = 0
     replay_s: float | None = None
-    base_stall_s: dict[str, float] = field(default_factory=dict)
-    log_stall_s: float | None = None
+    base_cost_s: dict[str, float] = field(default_factory=dict)
+    log_cost_s: float | None = None
     state_bytes: float = 0.0
     gradient_bytes: float = 0.0
     why_not_logged: str = _NOT_CHECKED
@@ -197,20 +199,24 @@ class _Reader:
         found.durable_s = _medians(self._durable)
         found.load_s = sum(self._loads) / max(1, len(self._loads))
         found.replay_s = _median(self._replays) if self._replays else None
-        self._sum_stalls(measured)
+        self._compare_costs(measured)
 
-    def _sum_stalls(self, measured: list[_Start]) -> None:
+    def _compare_costs(self, measured: list[_Start]) -> None:
         found = self._found
         for method in (FIRST, HELD):
-            ones = [one for one in measured if one.method == method and one.saves]
-            if ones:
-                saves = sum(one.saves for one in ones)
-                found.base_stall_s[method] = sum(one.stall_s for one in ones) / saves
-        logged = [one for one in measured if one.method == LOGGED]
+            costs = [one.base_cost_s for one in measured if one.method == method]
+            if known := [cost for cost in costs if cost is not None]:
+                found.base_cost_s[method] = _median(known)
+        logged = [one for one in measured if one.log_stall_s is not None]
         if logged:
-            bases_s = sum(one.saves for one in logged) * _stall_s(found)
-            steps = sum(one.step - one.begun_step for one in logged)
-            found.log_stall_s = max(0.0, sum(one.stall_s for one in logged) - bases_s) / steps
+            stalled_s = sum(one.log_stall_s or 0.0 for one in logged)
+            found.log_cost_s = stalled_s / sum(one.step - one.begun_step for one in logged)
+            # It also shares memory, disk and cores with the steps.
+            with_log = [one.step_s for one in logged if one.step_s]
+            without = [one.step_s for one in measured if one.log_stall_s is None and one.step_s]
+            if with_log and without:
+                slower_s = _median(with_log) - _SAME_PACE * _median(without)
+                found.log_cost_s = max(found.log_cost_s, slower_s)
 
     def _started(self, event: Event) -> None:
         method = str(event.details.get("method", FIRST))
@@ -260,11 +266,12 @@ class _Reader:
 
     def _progressed(self, start: _Start, event: Event) -> None:
         start.step = event.step
-        start.saves = int(_number(event.details, "saves") or 0)
+        start.step_s = _number(event.details, "step_s")
+        start.base_cost_s = _number(event.details, "base_cost_s")
         stalls = event.details.get("stall_s")
         if isinstance(stalls, Mapping):
-            start.stall_s = sum(_number(stalls, cause) or 0.0 for cause in stalls)
-        self._found.step_s = _number(event.details, "step_s") or self._found.step_s
+            start.log_stall_s = _number(stalls, "log")
+        self._found.step_s = start.step_s or self._found.step_s
 
     def _closed(self, start: _Start, event: Event) -> None:
         start.closed = True
@@ -296,6 +303,8 @@ class Candidate:
         interval_steps: steps between two bases.
         log_to: place of its log, as of ``LogOptions.to``; empty without one.
         why_not: why it cannot be used; empty if it can.
+        base_cost_s, base_write_s: seconds of training that its bases have cost, and until they were
+            on disk; None if not measured.
     """
 
     method: str
@@ -305,6 +314,8 @@ class Candidate:
     interval_steps: int = 1
     log_to: str = ""
     why_not: str = ""
+    base_cost_s: float | None = None
+    base_write_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +365,8 @@ def choose(
         _held(observed, overhead, why_not[HELD]),
         _logged(observed, host_bytes, overhead, why_not[LOGGED], why_not_on_disk),
     )
-    ordered = tuple(sorted(candidates, key=lambda one: one.wasted))
+    measured = [_as_measured(one, observed) for one in candidates]
+    ordered = tuple(sorted(measured, key=lambda one: one.wasted))
     best = ordered[0]
     last = next((one for one in ordered if one.method == observed.method), None)
     if last is not None and last is not best and best.wasted > _LESS * last.wasted:
@@ -370,6 +382,12 @@ def choose(
         f"({others})",
         ordered,
     )
+
+
+def _as_measured(one: Candidate, seen: Observed) -> Candidate:
+    method = FIRST if one.method == LOGGED else one.method  # bases of both are copied alike
+    costs = seen.base_cost_s.get(method), seen.durable_s.get(method)
+    return replace(one, base_cost_s=costs[0], base_write_s=costs[1])
 
 
 def _lazy(seen: Observed, most: float | None) -> Candidate:
@@ -396,7 +414,7 @@ def _held(seen: Observed, most: float | None, why_not: str) -> Candidate:
     if parts is whole:
         return Candidate(HELD, math.inf, why_not="in one part a base costs least")
     predicted_s = max(_STALL_S, _stall_s(seen) * parts.stall_s / whole.stall_s)
-    stall_s = seen.base_stall_s.get(HELD, predicted_s)
+    stall_s = seen.base_cost_s.get(HELD, predicted_s)
     lag_s = seen.lag_s(HELD)
     if lag_s is None:
         lag_s = (seen.lag_s(FIRST) or 0.0) + parts.whole_s - whole.whole_s
@@ -420,7 +438,7 @@ def _without_log(
 
 
 def _stall_s(seen: Observed) -> float:
-    return seen.base_stall_s.get(FIRST, _STALL_S)
+    return seen.base_cost_s.get(FIRST, _STALL_S)
 
 
 def _logged(
@@ -466,8 +484,8 @@ def _steps(seen: Observed, interval_s: float) -> int:
 
 def _tax_s(seen: Observed) -> float:
     """Return the seconds that a log stalls a step."""
-    if seen.log_stall_s is not None:
-        return seen.log_stall_s
+    if seen.log_cost_s is not None:
+        return seen.log_cost_s
     rate = _COPY_BYTES_PER_S
     # The copy of a small state takes as long as one lets it, beside a forward.
     copy_s = seen.captured_s.get(FIRST)

@@ -174,7 +174,7 @@ class BatchEstimator:
         return self.steps
 
 
-_SERIES = ("step_s", "write_bytes_per_s", "load_bytes_per_s", "replay_s", "base_cost_s")
+_SERIES = ("step_s", "write_bytes_per_s", "load_bytes_per_s", "replay_s", "stall_s", "slowed_s")
 _SECONDS_LEAST = 1e-9
 # Seconds of training after which the weight of failures, and of training without them, is halved.
 _FAILURE_HALF_LIFE_S = 30 * 86_400.0
@@ -246,15 +246,23 @@ class Estimator:
         """Add the duration of a training step, without time added by a save."""
         self._series["step_s"].append(step_s)
 
-    def observe_base(self, size_bytes: float, write_s: float, cost_s: float | None = None) -> None:
+    def observe_base(
+        self,
+        size_bytes: float,
+        write_s: float,
+        stall_s: float | None = None,
+        slowed_s: float = 0.0,
+    ) -> None:
         """Add a base of ``size_bytes`` that became durable in ``write_s`` seconds.
 
         Args:
-            cost_s: seconds of training that it cost; None: unknown, its whole write counts.
+            stall_s: seconds that it has blocked training; None: unknown, its whole write counts as
+                its cost.
+            slowed_s: seconds that the steps beside it took longer; negative if they were shorter.
         """
-        if cost_s is not None:
-            # Never quite nothing: the interval would have no lower end.
-            self._series["base_cost_s"].append(max(cost_s, _SECONDS_LEAST))
+        if stall_s is not None:
+            self._series["stall_s"].append(stall_s)
+            self._series["slowed_s"].append(slowed_s)
         self._series["write_bytes_per_s"].append(size_bytes / write_s)
         self._state_bytes = float(size_bytes)
 
@@ -303,9 +311,24 @@ class Estimator:
         return self._median("step_s")
 
     @property
+    def mean_step_s(self) -> float | None:
+        """Mean seconds of the newest steps, slow ones included; None before the first."""
+        series = self._series["step_s"]
+        return sum(series) / len(series) if series else None
+
+    @property
     def base_cost_s(self) -> float | None:
-        """Seconds of training that a base costs; None if unknown."""
-        return self._median("base_cost_s")
+        """Seconds of training that a base costs; None if unknown.
+
+        The noise of steps beside a base has both signs, and counts only as far as it does not
+        cancel out over several bases.
+        """
+        stall_s = self._median("stall_s")
+        slowed_s = self._median("slowed_s")
+        if stall_s is None or slowed_s is None:
+            return None
+        # Never quite nothing: the interval would have no lower end.
+        return max(stall_s + max(0.0, slowed_s), _SECONDS_LEAST)
 
     @property
     def mtbf_s(self) -> float:
@@ -336,7 +359,7 @@ class Estimator:
             mtbf_s=self.mtbf_s,
             step_s=step_s,
             load_bytes_per_s=self._median("load_bytes_per_s"),
-            base_cost_s=self._median("base_cost_s"),
+            base_cost_s=self.base_cost_s,
         )
         if self.has_failed:
             return costs

@@ -326,7 +326,7 @@ def _bytes_a_day(report: RunReport) -> list[Comparison]:
 
 def _cost_of_base_s(report: RunReport) -> float | None:
     count = sum(life.figures.get("saves") or 0 for life in report.lives)
-    total_s = sum(report.stall_s.values())
+    total_s = sum(report.stall_s.values()) - report.stall_s.get("log", 0.0)
     return total_s / count if count and total_s > 0 else None
 
 

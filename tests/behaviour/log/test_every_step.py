@@ -15,6 +15,7 @@ import everstep
 from everstep.errors import NonFiniteError, RecoveryError, UnsupportedStateError
 from everstep.link.pool import CapturePool
 from everstep.options import LogOptions
+from everstep.seams import ManualClock, Seams
 from everstep.seams.failpoints import arm
 from everstep.testing import inspect
 from tests.support.log.every_step import ON_DISK, World, opened, run_steps
@@ -431,6 +432,21 @@ def test_after_a_base_that_has_failed_the_next_is_waited_for(run_folder: Path) -
         stepped.set()
         ckpt.wait()
     assert before == [True]
+
+
+def test_waiting_for_a_record_counts_as_a_stall_of_the_log(run_folder: Path) -> None:
+    clock = ManualClock()
+    world = World()
+    with opened(run_folder, world, every=1000, seams=Seams(clock=clock)) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        before = ckpt.stats().stall_s
+        arm("log.before_record", lambda name: clock.advance(2.0), hit=2)  # of the step mark
+        run_steps(ckpt, world, 1)
+        after = ckpt.stats().stall_s
+        stalled = {cause: after[cause] - before[cause] for cause in after}
+        assert stalled.pop("log") == pytest.approx(2.0)
+        assert not any(stalled.values())
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a torch without grad_dtype")

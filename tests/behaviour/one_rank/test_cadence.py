@@ -104,6 +104,24 @@ def test_an_interval_of_earlier_starts_lasts_until_this_one_has_measured() -> No
         assert run.cadence.forecast is not None
 
 
+def test_costs_that_earlier_starts_have_measured() -> None:
+    """An interval follows from them before the first base, and one slow base does not change it."""
+    every = Every(auto=True, mtbf_s=100.0)
+    auto = Prediction(interval_steps=40, base_cost_s=2.0, base_write_s=3.0)
+    run = Run(auto=auto, every=every)
+    run.train(FIRST_STEPS + 1)
+    assert run.bases == []
+    chosen = run.cadence.interval_steps
+    assert chosen == without_log(run.costs()).interval_steps == 40
+    run.train(chosen, cost_s=20.0)
+    assert run.bases == [chosen]
+    run.train(2)
+    assert run.cadence.interval_steps == chosen
+    unknown = Run(every=every)
+    unknown.train(chosen, cost_s=20.0)
+    assert unknown.cadence.interval_steps > 2 * chosen
+
+
 def test_bases_take_a_fifth_of_the_time_until_something_fails() -> None:
     """One is written in 3 s, steps take 0.5 s."""
     run = Run()
@@ -193,7 +211,7 @@ def slowed(mtbf_s: float, *, beside: int, slow_s: float) -> Run:
         if run.cadence.due(step):
             run.bases.append(step)
             run.saver.saves += 1
-            run.saver.stall_s["gate"] += 0.01
+            run.saver.base_stall_s += 0.01
             run.clock.advance(0.01)
             under, left = Save(step, 1), beside
             run.cadence.base_requested(step)

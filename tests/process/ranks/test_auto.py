@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Path:
     for number in range(3):
         at_s = BEGIN_S + 100.0 * number
         about = {"method": "lazy", "state_bytes": 12_000, "gradient_bytes": 4_000}
-        figures = {"step_s": 0.1, "saves": 5, "stall_s": {"capture": 10.0}}
+        figures = {"step_s": 0.1, "base_cost_s": 2.0}
         events += [
             Event("started", at_s, 0, 0, 0, about),
             Event("recovery", at_s, 0, 1, 0, {"source": "memory"}),

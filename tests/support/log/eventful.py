@@ -52,7 +52,7 @@ def failing_often() -> list[Event]:
         step = 400 * number
         about = {"method": "lazy", "state_bytes": 12_000, "gradient_bytes": 4_000}
         source = {"source": "memory" if number else "fresh", "load_s": 0.1}
-        figures = {"step_s": 0.1, "saves": 5, "stall_s": {"capture": 10.0}}
+        figures = {"step_s": 0.1, "base_cost_s": 2.0}
         found += [
             Event("started", at_s, 0, 0, 0, about),
             Event("recovery", at_s, 0, 1, step, source),

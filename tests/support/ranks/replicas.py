@@ -20,7 +20,7 @@ from everstep.seams import PosixFileSystem, Seams
 from everstep.state.ranks import ddp
 from everstep.testing import inspect
 from tests.support.ranks.logs import ON_DISK, die
-from tests.support.ranks.together import on_all, rank_seams
+from tests.support.ranks.together import close_all, on_all, rank_seams
 from tests.support.world import forget_open_runs
 
 FS = PosixFileSystem()
@@ -105,9 +105,7 @@ def replicas(
     try:
         yield ranks
     finally:
-        for one in ranks:
-            with contextlib.suppress(everstep.EverstepError):
-                one.ckpt.close()
+        close_all([one.ckpt for one in ranks])
 
 
 def resume(ranks: list[Replica]) -> list[everstep.Recovery]:

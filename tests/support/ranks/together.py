@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -176,9 +177,17 @@ def trainings(
     try:
         yield ranks
     finally:
-        for one in ranks:
-            with contextlib.suppress(everstep.EverstepError):
-                one.ckpt.close()
+        close_all([one.ckpt for one in ranks])
+
+
+def close_all(opened: Sequence[everstep.Checkpointer]) -> None:
+    """Close all ranks together, as the bases of one wait for those of the others."""
+
+    def close(ckpt: everstep.Checkpointer) -> None:
+        with contextlib.suppress(everstep.EverstepError):
+            ckpt.close()
+
+    on_all(*(partial(close, ckpt) for ckpt in opened))
 
 
 FS = PosixFileSystem()

@@ -20,7 +20,7 @@ SEEN = Observed(
     captured_s={"lazy": 0.05},
     durable_s={"lazy": 0.5},
     load_s=1.0,
-    base_stall_s={"lazy": 0.02},
+    base_cost_s={"lazy": 0.02},
     state_bytes=12e6,
     gradient_bytes=1e6,
     why_not_logged="",
@@ -83,7 +83,7 @@ def test_the_failure_before_this_start_shows_whether_memory_survives() -> None:
 
 def test_several_steps_for_a_copy_that_takes_longer_than_one() -> None:
     slow = replace(
-        SEEN, captured_s={"lazy": 0.8}, base_stall_s={"lazy": 0.7}, trained_s=1e5, failures=1
+        SEEN, captured_s={"lazy": 0.8}, base_cost_s={"lazy": 0.7}, trained_s=1e5, failures=1
     )
     (held,) = (one for one in choose(slow).candidates if one.method == "gockpt_o")
     assert held.lost_s > 0.8, "a base is of use only after its last part"
@@ -144,7 +144,7 @@ def test_little_memory_shortens_the_interval() -> None:
 
 def test_a_method_is_judged_by_what_it_did() -> None:
     """The log cost 10 % of the time, far more than was predicted: lazily again."""
-    seen = replace(SEEN, method="logged", log_stall_s=0.01)
+    seen = replace(SEEN, method="logged", log_cost_s=0.01)
     large = replace(SEEN, state_bytes=96e6, captured_s={"lazy": 0.096})
     tax = {one.method: one.overhead for one in choose(large).candidates}["logged"]
     assert tax > 0.01  # gradients at the 1 GB/s at which that base was copied
@@ -152,8 +152,8 @@ def test_a_method_is_judged_by_what_it_did() -> None:
 
 
 def test_a_small_gain_is_no_reason_to_change() -> None:
-    seen = replace(SEEN, log_stall_s=0.001)
-    other = replace(seen, method="logged", log_stall_s=0.0017)
+    seen = replace(SEEN, log_cost_s=0.001)
+    other = replace(seen, method="logged", log_cost_s=0.0017)
     for measured, method in ((seen, "lazy"), (other, "logged")):
         choice = choose(measured)
         assert choice.method == method
@@ -170,7 +170,7 @@ def start(
     """Events of a start that trains so many steps of 0.1 s, with two bases."""
     about = {"method": method, "state_bytes": 1000, "gradient_bytes": 200}
     source = {"source": "memory" if step else "fresh", "load_s": 0.5, "replay_s": 0.3}
-    figures = {"step_s": 0.1, "saves": 2, "stall_s": {"capture": 0.2, "gate": 0.3}, **more}
+    figures = {"step_s": 0.1, "base_cost_s": 0.25, "stall_s": {"gate": 0.5}, **more}
     end_s = at_s + 1.0 + steps * 0.1
     events = [
         Event("started", at_s, 0, 0, 0, about),
@@ -194,16 +194,22 @@ def test_measurements_of_earlier_starts() -> None:
     assert not seen.has_failed
     assert (seen.step_s, seen.captured_s, seen.durable_s) == (0.1, {"lazy": 0.04}, {"lazy": 0.4})
     assert (seen.load_s, seen.replay_s) == (0.5, pytest.approx(0.1))
-    assert (seen.base_stall_s, seen.log_stall_s) == ({"lazy": pytest.approx(0.25)}, None)
+    assert (seen.base_cost_s, seen.log_cost_s) == ({"lazy": pytest.approx(0.25)}, None)
     assert (seen.resumes, seen.from_memory) == (1, 1)
     assert (seen.state_bytes, seen.gradient_bytes) == (1000, 200)
 
 
-def test_each_method_has_its_own_stalls() -> None:
-    seen = observed([start(0.0, "lazy"), start(100.0, "logged", step=90, stall_s={"capture": 2.0})])
+def test_each_method_has_its_own_costs() -> None:
+    stalls = {"capture": 2.0, "log": 1.5}
+    logged = {"step": 90, "base_cost_s": 0.7, "stall_s": stalls}
+    seen = observed([start(0.0, "lazy"), start(100.0, "logged", **logged)])
     assert seen is not None
-    assert seen.base_stall_s == {"lazy": pytest.approx(0.25)}
-    assert seen.log_stall_s == pytest.approx((2.0 - 2 * 0.25) / 100)
+    assert seen.base_cost_s == {"lazy": pytest.approx(0.25)}
+    assert seen.log_cost_s == pytest.approx(1.5 / 100)
+    slower = start(200.0, "logged", **logged, step_s=0.15)
+    seen = observed([start(0.0, "lazy"), slower])
+    assert seen is not None
+    assert seen.log_cost_s == pytest.approx(0.15 - 1.05 * 0.1), "the keeper takes cores, too"
     assert (seen.method, seen.failures, seen.has_failed) == ("logged", 2, True)
 
 
@@ -247,6 +253,6 @@ def test_too_little_was_trained() -> None:
 
 @pytest.mark.parametrize("value", ["x", None, math.nan, -1.0, [1]])
 def test_fields_that_are_no_numbers_are_left_out(value: object) -> None:
-    seen = observed([start(0.0, "lazy", stall_s={"capture": value}, saves=value)])
+    seen = observed([start(0.0, "lazy", stall_s={"log": value}, base_cost_s=value)])
     assert seen is not None
-    assert seen.base_stall_s == {}
+    assert (seen.base_cost_s, seen.log_cost_s) == ({}, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -94,6 +95,17 @@ def test_estimates_shrug_off_outliers_and_follow_what_lasts() -> None:
     costs = estimator.costs()
     assert costs is not None
     assert costs.step_s == 500.0
+
+
+@pytest.mark.parametrize(
+    ("slowed_s", "cost_s"),
+    [((-0.3, 0.0, 0.4, -0.2, 0.1), 0.5), ((0.3, 0.25, 0.4), 0.8), ((-0.3, -0.2), 0.5)],
+)
+def test_noise_of_steps_beside_bases_is_no_cost(slowed_s: Sequence[float], cost_s: float) -> None:
+    estimator = Estimator()
+    for slower_s in slowed_s:
+        estimator.observe_base(1e9, 1.0, 0.5, slower_s)
+    assert estimator.base_cost_s == pytest.approx(cost_s)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=90))
@@ -199,7 +211,7 @@ def test_a_choice_that_is_no_longer_allowed_is_given_up() -> None:
     # Writing a base now takes longer than the interval.
     slow_s = (before.interval_steps + 10) * COSTS.step_s
     for _ in range(64):
-        estimator.observe_base(COSTS.state_bytes, slow_s, cost_s=0.0)
+        estimator.observe_base(COSTS.state_bytes, slow_s, stall_s=0.0)
     after = recommended(estimator)
     assert after.interval_steps >= before.interval_steps + 10
 

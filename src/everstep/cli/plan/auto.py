@@ -69,7 +69,7 @@ def _show(out: Console, observed: Observed | None, choice: Choice) -> None:
     out.print(made)
     shown = {
         "a step": observed.step_s,
-        "stall of a base": observed.base_stall_s.get(observed.method),
+        "cost of a base": observed.base_cost_s.get(observed.method),
         "copy of a base": observed.captured_s.get(observed.method),
         "until it is on disk": observed.durable_s.get(observed.method),
         "resume": observed.load_s,

@@ -88,6 +88,8 @@ class Saver(Participant):
         self.stall_s = dict.fromkeys(STALL_CAUSES, 0.0)
         if options.is_multistep:
             self.stall_s["gradients"] = 0.0
+        if options.logs:
+            self.stall_s["log"] = 0.0
         if context.options.promise is not None:
             self.stall_s["promise"] = 0.0
         self.last_save_s = context.clock.monotonic_s()
@@ -195,6 +197,11 @@ class Saver(Participant):
             process.lost_steps.add(save.step)  # other ranks may still commit their shards of it
         self._context.channel.check()
         return save
+
+    @property
+    def base_stall_s(self) -> float:
+        """Time that bases have blocked the training thread, in seconds: all but the log's."""
+        return sum(self.stall_s.values()) - self.stall_s.get("log", 0.0)
 
     @contextlib.contextmanager
     def stalled(self, cause: str) -> Iterator[None]:

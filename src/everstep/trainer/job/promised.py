@@ -356,6 +356,8 @@ def _with_choice(
         log_to="" if found is None else found.log_to,
         wasted=None if found is None else found.wasted,
         interval_steps=None if found is None else found.interval_steps,
+        base_cost_s=None if found is None else found.base_cost_s,
+        base_write_s=None if found is None else found.base_write_s,
         refused={one: why or why_not_logged for one, why in refused.items()},
     )
     if place.job is not None:
@@ -364,7 +366,13 @@ def _with_choice(
     log_or_print(f"{place.run}: auto: {decision.method}: {decision.why}", level=level)
     chosen = _with_method(options, decision.method, decision.log_to)
     found_by_earlier = "" if observed is None or observed.is_unchecked else why_not_logged
-    auto = Prediction(decision.wasted, decision.interval_steps, found_by_earlier)
+    auto = Prediction(
+        decision.wasted,
+        decision.interval_steps,
+        decision.base_cost_s,
+        decision.base_write_s,
+        found_by_earlier,
+    )
     return replace(chosen, auto=auto)
 
 
@@ -389,6 +397,8 @@ class _Decision(NamedTuple):
     log_to: str
     wasted: float | None
     interval_steps: int | None
+    base_cost_s: float | None
+    base_write_s: float | None
     refused: dict[str, str]
 
 
@@ -397,7 +407,7 @@ def _agreed(votes: Sequence[dict[str, Any]]) -> _Decision:
     decision = _Decision(**votes[0])
     for vote in votes:
         if why := vote["refused"].get(decision.method):
-            return _Decision(FIRST, why, "", None, None, {})
+            return _Decision(FIRST, why, "", None, None, None, None, {})
     return decision
 
 

@@ -681,7 +681,8 @@ class Recorder(Participant):
 
         An interrupt leaves a hole, too, and propagates."""
         try:
-            yield
+            with self._saver.stalled("log"):
+                yield
         except Exception as error:
             self._fail(as_everstep_error(error, step))
         except BaseException:

@@ -53,6 +53,7 @@ REPLAY_SHARE = 0.1
 # were measured, and with them the time that is known to have passed without a failure.
 _REVIEW_STEPS = 64
 _WRITE_SHARE = 0.2  # of the time, for writing bases before the first failure
+_EXPECTED_BASES = 4  # weight of the costs that earlier starts have measured
 # Weight, in failures, of an MTBF that the user has given: observed failures do not change it.
 _CERTAIN = 1e6
 
@@ -152,6 +153,10 @@ class _Measurements:
         self._saver = saver
         self._keepers = keepers
         self.base_bytes = base_bytes
+        auto = options.auto
+        if auto is not None and auto.base_cost_s is not None and auto.base_write_s:
+            for _ in range(_EXPECTED_BASES):
+                self.estimator.observe_base(base_bytes, auto.base_write_s, auto.base_cost_s)
         # Steps at which failures happened; None once their times are counted.
         self._failed_at: list[int] | None = []
         self._first_step = 0
@@ -190,7 +195,7 @@ class _Measurements:
 
     def measure_step(self, now_s: float) -> None:
         """Measure the step that has ended now."""
-        stall_s = sum(self._saver.stall_s.values())
+        stall_s = self._saver.base_stall_s
         if self._last_s is not None:
             self.passed_s = now_s - self._last_s
             took_s = self.passed_s - (stall_s - self._last_stall_s)
@@ -216,13 +221,13 @@ class _Measurements:
         self.estimator.observe_step(took_s)
 
     def _slowed_s(self) -> float:
-        """Return the additional seconds of the steps beside the last base."""
+        """Return the additional seconds of the steps beside the last base; may be negative, as
+        steps vary."""
         beside_s = self._beside_s
         self._beside_s = []
-        if not beside_s:  # avoid step_s, which is computed from many samples
-            return 0.0
-        step_s = self.estimator.step_s
-        return 0.0 if step_s is None else max(0.0, sum(beside_s) - len(beside_s) * step_s)
+        # The mean, as a base meets slow steps as often as others are slow.
+        step_s = self.estimator.mean_step_s
+        return 0.0 if step_s is None else sum(beside_s) - len(beside_s) * step_s
 
     def measure_base(self) -> bool:
         """Measure the base in flight if it has ended; return True if a base was committed."""
@@ -238,7 +243,7 @@ class _Measurements:
         # Totals: several bases may have ended since the last measurement, so averages are used.
         self._seen = _Seen(
             self._saver.saves,
-            sum(self._saver.stall_s.values()),
+            self._saver.base_stall_s,
             keeper.committed,
             keeper.persist_s,
             keeper.linked_bytes,
@@ -250,8 +255,8 @@ class _Measurements:
             self.base_bytes = max(1, size_bytes - linked_bytes)
             persist_s = (self._seen.persist_s - before.persist_s) / bases
             saves = max(1, self._seen.saves - before.saves)
-            cost_s = (self._seen.stall_s - before.stall_s) / saves + slowed_s
-            self.estimator.observe_base(size_bytes, max(persist_s, 1e-9), cost_s)
+            stall_s = (self._seen.stall_s - before.stall_s) / saves
+            self.estimator.observe_base(size_bytes, max(persist_s, 1e-9), stall_s, slowed_s)
         return bases > 0
 
     def count_failures(self, step_s: float) -> None:
@@ -438,7 +443,9 @@ class Cadence(Participant):
         self.interval_steps = options.every.steps
         if options.every.auto and options.auto is not None:
             # As earlier starts have measured, until this one has.
-            self.interval_steps = min(options.auto.interval_steps or FIRST_STEPS, FIRST_STEPS)
+            steps = options.auto.interval_steps or FIRST_STEPS
+            expected = options.auto.base_cost_s is not None
+            self.interval_steps = steps if expected else min(steps, FIRST_STEPS)
         self._forecasts = recorder is not None or options.every != Every()
         self.forecast: Forecast | None = None
 
@@ -516,6 +523,7 @@ class Cadence(Participant):
         return {
             "interval_steps": self.interval_steps,
             "step_s": self._measured.estimator.step_s,
+            "base_cost_s": self._measured.estimator.base_cost_s,
             "mtbf_s": self._measured.estimator.mtbf_s,
             "forecast_bytes_per_day": None if self.forecast is None else self.forecast.total_bytes,
         }

@@ -37,6 +37,7 @@ FIGURES = (
     "replica_step",
     "interval_steps",
     "step_s",
+    "base_cost_s",
     "mtbf_s",
     "stall_s",
     "saves",

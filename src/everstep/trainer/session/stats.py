@@ -40,7 +40,9 @@ class Stats:
             base), ``"gate"`` (an update waited for a copy), ``"gradients"`` (training waited for
             copies of gradients; only with multi-step bases), ``"back_pressure"`` (no host memory
             was free), ``"persist"`` (writing; only with ``sync``), ``"keeper"`` (a lost keeper was
-            replaced), ``"promise"`` (a step was not safe yet; only with ``lose_at_most``).
+            replaced), ``"log"`` (a step was recorded, or an update waited for the copy of its
+            gradients; only with a log), ``"promise"`` (a step was not safe yet; only with
+            ``lose_at_most``).
         written_bytes: bytes made durable.
         linked_bytes: bytes of static entries that bases link to instead of writing them again. With
             ``static=`` it stays 0 if the file system does not support hard links.
@@ -73,6 +75,8 @@ class Stats:
         log_holes: updates that could not be recorded. A base is taken after each.
         interval_steps: steps between two bases; None if given in seconds or not known yet.
         step_s: seconds of a step without the cost of bases; None before the first.
+        base_cost_s: seconds of training that a base costs, as estimated: the stall, and what the
+            steps beside it take longer; None before the first.
         mtbf_s: estimated seconds of training between two failures (``every="auto"``).
         schedule: plans of captures and their results; None for other methods.
         forecast_bytes_per_day: bytes that bases and log write to disk in a day at the current
@@ -112,6 +116,7 @@ class Stats:
     log_holes: int = 0
     interval_steps: int | None = None
     step_s: float | None = None
+    base_cost_s: float | None = None
     mtbf_s: float | None = None
     forecast_bytes_per_day: float | None = None
     schedule: ScheduleStats | None = None
