@@ -60,6 +60,6 @@ SHOWN=40 part stall-1g 110 $STALL --params "${LARGE:-1G}" --dtype bfloat16 --lay
 SHOWN=40 part stall-300m 80 $STALL --params "${SMALL:-300M}" --batch 64 --layers 4 --within 60 \
     --arms "${ARMS:-lazy,lazy-half,lazy-staged,torchsnapshot}"
 SHOWN=40 part step 100 $RUN step --device "${DEVICE:-cuda}" --params "${STEPS:-100M}" --kills 0 --no-replay \
-    --repeats "${REPEATS:-3}" --arms none,compressed,logged,lowdiff,lowdiff_plus
+    --repeats "${REPEATS:-3}" --arms none,compressed,logged,logged-in-flight,lowdiff,lowdiff_plus
 part tests 100 "$PYTHON" -m pytest tests/gpu -q ${TESTS:-}
 exit $failed

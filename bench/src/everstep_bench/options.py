@@ -263,8 +263,11 @@ class ScaleOptions(Options):
 ADAPTIVE = "adaptive"
 """A lossy log of dense training: eight bits an element, or the largest elements."""
 
+IN_FLIGHT = "logged-in-flight"
+"""A dense log whose last step may be on its way when training goes on."""
+
 STEP_ARMS = (
-    NONE, COMPRESSED, "torch.save", "checkfreq", "lazy", "logged", ADAPTIVE, "lowdiff",
+    NONE, COMPRESSED, "torch.save", "checkfreq", "lazy", "logged", IN_FLIGHT, ADAPTIVE, "lowdiff",
     "lowdiff_plus",
 )  # fmt: skip
 """All arms of ``bench step``, in the order in which they are shown."""

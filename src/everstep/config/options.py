@@ -298,6 +298,11 @@ class LogOptions:
             the current step. Where a log begins (first step of a run, or after a change that it
             cannot replay) training also waits for a complete base. None: training does not wait;
             the steps in memory survive everything but the death of the keeper.
+        in_flight_steps: number of steps whose records may still be on their way to the keeper when
+            training goes on; a killed training process loses as many more. 0: the keeper has each
+            step before the next begins. On a device with a stage (``Budget(device_bytes=)``), 1
+            lets gradients be copied to host memory during the next forward and backward. For bases
+            of one step that are captured by training, without ``lag_steps``.
         audit: the keeper compares each new base, bit for bit, with the base before it plus the log
             (I9), in a low-priority process that uses a twentieth of a core on average. Needs a log
             on disk, a keeper process and two kept bases. None: on if these are given.
@@ -309,6 +314,7 @@ class LogOptions:
     history: str = "last"
     watch: bool = False
     lag_steps: int | None = None
+    in_flight_steps: int = 0
     audit: bool | None = None
     ratio: float = _RATIO
 
@@ -328,6 +334,19 @@ class LogOptions:
             )
         if not is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise OptionError(f"LogOptions.ratio must be in (0, 1], not {self.ratio!r}")
+        self._check_lag()
+
+    def _check_lag(self) -> None:
+        if not is_int(self.in_flight_steps) or self.in_flight_steps < 0:
+            raise OptionError(
+                f"LogOptions.in_flight_steps={self.in_flight_steps!r}: must be at least 0"
+            )
+        if self.in_flight_steps and self.lag_steps is not None:
+            raise OptionError(
+                f"LogOptions.in_flight_steps={self.in_flight_steps} and lag_steps= exclude each "
+                "other: the disk has a step only after the keeper",
+                hint="omit one of them",
+            )
         if self.lag_steps is not None:
             if not is_int(self.lag_steps) or self.lag_steps < 0 or self.to != "disk":
                 raise OptionError(
@@ -524,6 +543,12 @@ class Options:
                 f"it cannot be promised that {self.promise.in_words}: KeeperOptions(process=False) "
                 "is a thread of the training process, which dies with it",
                 hint="omit process=False",
+            )
+        if self.log.in_flight_steps and (self.is_multistep or self.method.apply == "replica"):
+            raise OptionError(
+                f"LogOptions.in_flight_steps={self.log.in_flight_steps} is not possible with "
+                f"method={self.method_name!r}, whose bases are made of the records of each step",
+                hint='method="logged"',
             )
         if self.method.in_memory and (self.every.auto or self.every.seconds is not None):
             raise OptionError(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import mean
 from types import MappingProxyType
 
 from everstep.config.method import presets
@@ -79,8 +80,8 @@ class Observed:
         trained_s: time that processes trained.
         failures: starts that have ended by a kill or an error, without the one that chooses.
         step_s: seconds of a step, without bases; None if unknown.
-        captured_s: seconds until the state of a base was copied, by method.
-        durable_s: seconds until a base was on disk, by method.
+        captured_s: mean seconds until the state of a base was copied, by method.
+        durable_s: mean seconds until a base was on disk, by method.
         load_s: mean seconds of a resume.
         replay_s: seconds to replay a step; None if none was replayed.
         base_cost_s: seconds of training that a base has cost, by method without a log.
@@ -132,8 +133,14 @@ class Observed:
         return 2 * self.from_memory >= self.resumes
 
     def lag_s(self, method: str) -> float | None:
-        """Return the seconds until a base survives the failures of this run; None if unknown."""
-        return (self.captured_s if self.keeps_memory else self.durable_s).get(method)
+        """Return the seconds from the step of a base until it survives the failures of this run;
+        None if unknown."""
+        captured_s = self.captured_s.get(method)
+        survives_s = captured_s if self.keeps_memory else self.durable_s.get(method)
+        if survives_s is None or method != HELD:
+            return survives_s
+        # Its step is the last one of those over which it was copied.
+        return max(0.0, survives_s - (captured_s or 0.0))
 
     @property
     def mtbf_s(self) -> float:
@@ -195,9 +202,10 @@ class _Reader:
         found.trained_s = sum(one.seconds for one in self._starts)
         found.failures = sum(one.by_error or not one.closed for one in self._starts)
         found.has_failed = not self._starts[-1].closed
-        found.captured_s = _medians(self._captured)
-        found.durable_s = _medians(self._durable)
-        found.load_s = sum(self._loads) / max(1, len(self._loads))
+        # Means, as what a failure loses grows with each of them, slow ones included.
+        found.captured_s = {name: mean(values) for name, values in self._captured.items()}
+        found.durable_s = {name: mean(values) for name, values in self._durable.items()}
+        found.load_s = mean(self._loads) if self._loads else 0.0
         found.replay_s = _median(self._replays) if self._replays else None
         self._compare_costs(measured)
 
@@ -282,10 +290,6 @@ def _number(fields: Mapping[str, object], name: str) -> float | None:
     value = fields.get(name)
     usable = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
     return float(value) if usable else None  # type: ignore[arg-type]
-
-
-def _medians(series: Mapping[str, list[float]]) -> dict[str, float]:
-    return {name: _median(values) for name, values in series.items()}
 
 
 def _median(values: list[float]) -> float:
@@ -391,7 +395,7 @@ def _as_measured(one: Candidate, seen: Observed) -> Candidate:
 
 
 def _lazy(seen: Observed, most: float | None) -> Candidate:
-    return _without_log(seen, FIRST, _stall_s(seen), seen.lag_s(FIRST) or 0.0, most)
+    return _without_log(seen, FIRST, _stall_s(seen), most)
 
 
 def _held(seen: Observed, most: float | None, why_not: str) -> Candidate:
@@ -415,16 +419,19 @@ def _held(seen: Observed, most: float | None, why_not: str) -> Candidate:
         return Candidate(HELD, math.inf, why_not="in one part a base costs least")
     predicted_s = max(_STALL_S, _stall_s(seen) * parts.stall_s / whole.stall_s)
     stall_s = seen.base_cost_s.get(HELD, predicted_s)
-    lag_s = seen.lag_s(HELD)
-    if lag_s is None:
-        lag_s = (seen.lag_s(FIRST) or 0.0) + parts.whole_s - whole.whole_s
-    return _without_log(seen, HELD, stall_s, lag_s, most)
+    if HELD not in seen.durable_s:
+        first_s = seen.durable_s.get(FIRST, copy_s)
+        seen = replace(
+            seen,
+            captured_s={**seen.captured_s, HELD: parts.whole_s},
+            durable_s={**seen.durable_s, HELD: first_s + parts.whole_s - whole.whole_s},
+        )
+    return _without_log(seen, HELD, stall_s, most)
 
 
-def _without_log(
-    seen: Observed, method: str, stall_s: float, lag_s: float, most: float | None
-) -> Candidate:
+def _without_log(seen: Observed, method: str, stall_s: float, most: float | None) -> Candidate:
     mtbf_s = seen.mtbf_s
+    lag_s = seen.lag_s(method) or 0.0
     least_s = max(seen.durable_s.get(method, 0.0), seen.step_s or 0.0)
     interval_s = max(math.sqrt(2 * stall_s * mtbf_s), least_s)
     if most is not None:

@@ -51,6 +51,7 @@ FITS: dict[str, tuple[Any, ...]] = {
     "LogOptions.history": (),
     "LogOptions.watch": (True, False),
     "LogOptions.lag_steps": (None,),
+    "LogOptions.in_flight_steps": (5, 0),
     "LogOptions.audit": (None, True, False),
     "LogOptions.ratio": (0.5,),
     "Method.base": (),

@@ -86,8 +86,21 @@ def test_several_steps_for_a_copy_that_takes_longer_than_one() -> None:
         SEEN, captured_s={"lazy": 0.8}, base_cost_s={"lazy": 0.7}, trained_s=1e5, failures=1
     )
     (held,) = (one for one in choose(slow).candidates if one.method == "gockpt_o")
-    assert held.lost_s > 0.8, "a base is of use only after its last part"
+    assert held.interval_steps > 8, "a base is begun after the last one was written"
     assert choose(slow).method == "gockpt_o"
+    measured = replace(
+        slow,
+        failures=1000,
+        captured_s={"lazy": 0.8, "gockpt_o": 1.5},
+        durable_s={"lazy": 0.9, "gockpt_o": 4.0},
+        base_cost_s={"lazy": 0.7, "gockpt_o": 1e-3},
+    )
+    (held,) = (one for one in choose(measured).candidates if one.method == "gockpt_o")
+    assert held.interval_steps == 40
+    assert held.lost_s == pytest.approx(4.0 / 2), "its step is the last one of its window"
+    in_disk = replace(measured, resumes=1)
+    (held,) = (one for one in choose(in_disk).candidates if one.method == "gockpt_o")
+    assert held.lost_s == pytest.approx(4.0 / 2 + 2.5)
     assert choose(slow, refused=dict.fromkeys(("logged", "gockpt_o"), "x")).method == "lazy"
 
 

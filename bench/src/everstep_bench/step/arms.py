@@ -35,6 +35,7 @@ from everstep_bench.options import (
     ADAPTIVE,
     AUTO,
     COMPRESSED,
+    IN_FLIGHT,
     NONE,
     STEP_ARMS,
     FrequencyOptions,
@@ -45,12 +46,17 @@ from everstep_bench.stall.arms import Pending
 _USES = {
     COMPRESSED: {"ratio"},
     "logged": {"every"},
+    IN_FLIGHT: {"every"},
     ADAPTIVE: {"ratio", "every"},
     "lowdiff": {"ratio", "batch_steps", "every"},
     "lowdiff_plus": {"every"},
 }
 _OTHERS = (NONE, COMPRESSED, "torch.save")
-_METHODS = {ADAPTIVE: Method(base="lazy", log="adaptive")}  # the others are presets
+# The others are presets.
+_METHODS = {
+    ADAPTIVE: Method(base="lazy", log="adaptive"),
+    IN_FLIGHT: everstep.presets["logged"],
+}
 
 
 def method_of(arm: str) -> Method | None:
@@ -434,6 +440,7 @@ _DETAILS = {
     "gockpt": "bases are copied in parts over several steps; updates wait for gradients",
     "gockpt_o": "the same; copies of gradients overlap the update and the next forward",
     "logged": "dense gradients in memory, applied at recovery; bases in between",
+    IN_FLIGHT: "the same, with LogOptions(in_flight_steps=1); staged on a device",
     ADAPTIVE: "lossy gradients in memory, applied at recovery, not exactly; bases in between",
     "lowdiff": "compressed gradients on disk, {batch_steps} steps at a time; bases in between",
     "lowdiff_plus": "dense gradients applied to the keeper's replica; bases written from there",
@@ -457,12 +464,16 @@ class Ours(StepArm):
         self._method = _METHODS.get(arm, arm)
         self.saves_each_step = setting.every == 1
         words = _DETAILS[arm].format(batch_steps=setting.batch_steps)
-        told = 'Method(base="lazy", log="adaptive")' if arm == ADAPTIVE else f'"{arm}"'
+        told = {ADAPTIVE: 'Method(base="lazy", log="adaptive")', IN_FLIGHT: '"logged"'}.get(
+            arm, f'"{arm}"'
+        )
         self.detail = f"method={told}, every={setting.every}, keep=1: {words}"
         if setting.tiers:
             self.detail += f"; copies in {', '.join(setting.tiers)}"
         if setting.compresses:
             self.detail += f"; {self.compression}, without error feedback"
+        staged = arm == IN_FLIGHT and next(loop.training.model.parameters()).is_cuda
+        self._stage_bytes: int | str = "auto" if staged else 0
         self._checkpointer: Checkpointer | None = None
         # Of this block alone: a place holds one run, and is emptied after it.
         name = f"{folder.parent.name}-{folder.name}"
@@ -484,7 +495,7 @@ class Ours(StepArm):
             every="auto" if self.setting.arm == AUTO else self.setting.every,
             keep=1,
             log=self.log(),
-            budget=Budget(host_bytes=self.setting.host_bytes),
+            budget=Budget(host_bytes=self.setting.host_bytes, device_bytes=self._stage_bytes),
             keeper=KeeperOptions(cores=self._placement.others, linger_s=LINGER_KILLED_S),
             tiers=self._places,
             seams=self.seams(),
@@ -495,9 +506,9 @@ class Ours(StepArm):
         setting = self.setting
         if not recovers_each_step(setting.arm):
             return None
-        options = LogOptions()
+        options = LogOptions(in_flight_steps=int(setting.arm == IN_FLIGHT))
         if self._compressor is not None or setting.log_on_disk:
-            options = LogOptions(to="disk", batch_steps=setting.batch_steps)
+            options = replace(options, to="disk", batch_steps=setting.batch_steps)
         return replace(options, ratio=setting.ratio) if setting.arm == ADAPTIVE else options
 
     def seams(self) -> Seams:

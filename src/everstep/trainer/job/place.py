@@ -304,7 +304,7 @@ def shared_options(options: Options) -> dict[str, str]:
 
 
 _LINK_OPTIONS: dict[str, Any] = {"parts": "auto", "held_steps": 1, "chunk_bytes": "auto"}
-_LOG_OPTIONS = ("to", "history", "watch", "lag_steps")
+_LOG_OPTIONS = ("to", "history", "watch", "lag_steps", "in_flight_steps")
 
 
 def refuse_unsupported(options: Options) -> None:

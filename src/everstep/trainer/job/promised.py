@@ -187,7 +187,7 @@ def _refuse_contradictions(log: LogOptions | None) -> None:
     given = log or plain
     decided = [
         name
-        for name in ("to", "lag_steps", "batch_steps")
+        for name in ("to", "lag_steps", "in_flight_steps", "batch_steps")
         if getattr(given, name) != getattr(plain, name)
     ]
     # A history needs to="disk" to be accepted at all.

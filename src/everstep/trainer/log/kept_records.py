@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -294,11 +295,16 @@ class Reservation:
     """Memory reserved for a record; either the record is stored there, or the memory is returned.
 
     Ended in the lane's thread, after the copies, by the first of the two; an interrupt may request
-    the second one after the first."""
+    the second one after the first.
+
+    Attributes:
+        number: number of the record, once it is stored.
+    """
 
     target: LogTarget
     room: Block
     over: bool = False
+    number: int | None = None
 
     def end(self) -> bool:
         """End the reservation; return True if it had not ended before."""
@@ -310,6 +316,41 @@ class Reservation:
         """Return the memory to the pool unless the reservation has ended."""
         if self.end():
             self.target.pool.release(self.room)
+
+
+class MarksInFlight:
+    """Step marks on their way to the keeper.
+
+    Args:
+        most: number of them when training goes on.
+        timeout_s: longest wait for one, in seconds.
+    """
+
+    def __init__(self, most: int, timeout_s: float) -> None:
+        self.most = most
+        self._timeout_s = timeout_s
+        self._marks: deque[tuple[int, Reservation, Future[None]]] = deque()
+
+    def add(self, step: int, record: Reservation, notified: Future[None]) -> None:
+        """Add the newest mark."""
+        self._marks.append((step, record, notified))
+
+    def settled(self, most: int) -> Iterator[tuple[int, int | None, bool]]:
+        """Wait until at most ``most`` marks are in flight.
+
+        Yields:
+            Step and number of each mark that is over, and False if it was waited for in vain.
+        """
+        while len(self._marks) > most or (self._marks and self._marks[0][2].done()):
+            step, record, notified = self._marks.popleft()
+            there = wait_done(notified, self._timeout_s)
+            if there:
+                notified.result()  # raises what has ended the job
+            yield step, record.number, there
+
+    def clear(self) -> None:
+        """Forget them: their keeper is gone, or training has gone back."""
+        self._marks.clear()
 
 
 @dataclass(slots=True, eq=False)

@@ -39,6 +39,7 @@ from everstep.trainer.log.kept_records import (
     DiskLog,
     LogMemory,
     LogTarget,
+    MarksInFlight,
     PendingUpdate,
     Reservation,
     log_dropped,
@@ -90,7 +91,6 @@ class Recorder(Participant):
         channel = context.channel
         self._saver = saver
         self._context = context
-        self._refusals = context.refusals
         self._channel = channel
         self._lane = context.lane
         self._exact = True
@@ -104,6 +104,7 @@ class Recorder(Participant):
         self._replica = replica
         relieved_to = (lambda: None) if replica is None else replica.relieved_to
         self.memory = LogMemory(self.disk, log_bytes_max, relieved_to)
+        self._marks = MarksInFlight(options.log.in_flight_steps, self._timeout_s)
         self._pending_update: PendingUpdate | None = None
         self._layouts = Layouts()
         self._declared = DeclaredUpdates(state)
@@ -128,7 +129,7 @@ class Recorder(Participant):
     @property
     def is_over(self) -> bool:
         """True if the log was given up: nothing is recorded any more, and bases alone go on."""
-        return self._refusals.is_over
+        return self._context.refusals.is_over
 
     @property
     def reads_marks(self) -> bool:
@@ -160,6 +161,7 @@ class Recorder(Participant):
             survey = service.survey or self._context.state.survey()
         self._replaced.start(survey)
         self.untracked.start(survey, service.step)
+        self._marks.clear()
         self._last_marked_step = None
         self._last_lsn = -1
         self._entries = None
@@ -287,6 +289,7 @@ class Recorder(Participant):
             self.memory.base_taken()
             return
         self._base_ahead = None
+        self._settle()
         with self._saver.stalled("capture"):
             self._continue_from(save)
 
@@ -301,7 +304,9 @@ class Recorder(Participant):
                 self._continue_from(save)
 
     def finish_copies(self) -> None:
-        """Continue the log from a multi-step base that has ended at the last step mark."""
+        """Wait for the step marks in flight; continue the log from a multi-step base that has
+        ended at the last one."""
+        self._settle()
         if self._last_marked_step is not None:
             self.step_done(self._last_marked_step)
 
@@ -457,26 +462,30 @@ class Recorder(Participant):
         named |= samples | self.untracked.samples(step)
         head = self._head("mark", step, lsn)
         about_bytes = sum(survey.shape.objects_bytes.values())
-        notified = self._copy_now(head, named, survey.objects, ran, about_bytes)
-        if notified is None:
+        record = self._copy_now(head, named, survey.objects, ran, about_bytes)
+        if record is None:
             self._lane.run(survey.measure)  # the objects may be smaller next time
             return False
+        self._marks.add(step, *record)
+        ahead_bytes = (2 + self._marks.most) * self._step_bytes
+        self._step_bytes = 0
         # Wait until the keeper has the mark, or a crash could lose more than the step in flight.
         # The lane is short here: only this step's updates are before it, as no update begins while
         # a base is being copied.
-        if wait_done(notified, self._timeout_s):
-            notified.result()
-        else:
-            self._add_hole("the keeper did not accept the step mark in time")
-            self._channel.post(DeadlineError("recording a step mark has hung", step=step))
-        step_bytes = self._step_bytes
-        self._step_bytes = 0
+        self._settle(self._marks.most)
         # On the lane: touching pages overlaps the next backward.
-        self._lane.run(lambda: target.pool.warm_ahead(2 * step_bytes))
+        self._lane.run(lambda: target.pool.warm_ahead(ahead_bytes))
         self.stats.marks += 1
-        self._reachable_step = step if self._leads_here else self._reachable_step
-        self.disk.marked(self.memory.number, step)
         return False
+
+    def _settle(self, in_flight: int = 0) -> None:
+        """Wait until the keeper has all but the newest ``in_flight`` step marks."""
+        for step, number, there in self._marks.settled(in_flight):
+            if not there:
+                self._add_hole("the keeper did not accept the step mark in time")
+                self._channel.post(DeadlineError("recording a step mark has hung", step=step))
+            self._reachable_step = step if self._leads_here else self._reachable_step
+            self.disk.marked(number or self.memory.number, step)
 
     def _copy(
         self, target: LogTarget, key: str, lsn: int, step: int, over: bool
@@ -521,7 +530,7 @@ class Recorder(Participant):
         objects: Objects,
         ran: frozenset[str] = frozenset(),
         objects_bytes: int = 0,
-    ) -> Future[None] | None:
+    ) -> tuple[Reservation, Future[None]] | None:
         """Copy tensors that may change at once, and notify the keeper on the lane.
 
         Args:
@@ -532,7 +541,7 @@ class Recorder(Participant):
             objects_bytes: approximate size of the encoded objects.
 
         Returns:
-            Future of the notification; None if there is no memory for the record.
+            The record, and the future of the notification; None if there is no memory for it.
         """
         target = self.memory.target
         assert target is not None
@@ -549,7 +558,7 @@ class Recorder(Participant):
                 objects,
                 self._timeout_s,
             )
-            return self._lane.run(
+            return reservation, self._lane.run(
                 lambda: self._notify_keeper(reservation, head, layout, objects, ran)
             )
 
@@ -566,7 +575,6 @@ class Recorder(Participant):
             return  # training was interrupted as it handed it over
         target = reservation.target
         room = reservation.room
-        number = None
         try:
             encoded = objects()
             objects_bytes = sum(map(len, encoded.values()))
@@ -574,7 +582,7 @@ class Recorder(Participant):
             if not self.memory.fits(target, room, objects_bytes):
                 self._handle_no_memory()
                 return
-            number = self.memory.keep(target, head, room, objects_bytes)
+            reservation.number = number = self.memory.keep(target, head, room, objects_bytes)
             if number is None:
                 return
             if head.kind == "mark":
@@ -590,7 +598,7 @@ class Recorder(Participant):
             self._fail(EverstepError(f"internal error in the log: {error!r}", step=head.step))
         finally:
             # A record that is kept is released by LogMemory; any other one here.
-            if number is None:
+            if reservation.number is None:
                 target.pool.release(room)
 
     @contextlib.contextmanager
@@ -661,12 +669,12 @@ class Recorder(Participant):
     def _fail(self, error: EverstepError) -> None:
         self._add_hole(error.message)
         # Also an entry that has changed without the update that was declared for it.
-        self._refusals.post(error, (UnsupportedStateError, AuditError))
+        self._context.refusals.post(error, (UnsupportedStateError, AuditError))
 
     def _note_write(self, step: int, why: str) -> None:
         """Record a hole: the state was changed by something that no hook has announced."""
         self._add_hole(why)
-        self._refusals.written(step, why)
+        self._context.refusals.written(step, why)
 
     def _add_hole(self, why: str) -> None:
         self.stats.holes += 1
