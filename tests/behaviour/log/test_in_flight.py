@@ -118,3 +118,16 @@ def test_where_no_mark_may_be_in_flight(
         everstep.Checkpointer(run_folder, World().state, **options)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="exclude each other"):
         LogOptions(to=ON_DISK.to, lag_steps=1, in_flight_steps=1)
+
+
+def test_rewinding_waits_for_the_marks_in_flight(served: Bench) -> None:
+    world = World()
+    log = LogOptions(to="disk", batch_steps=1, history="all", in_flight_steps=2)
+    with opened(served.run, world, every=1000, log=log) as ckpt:
+        ckpt.resume()
+        states = run_steps(ckpt, world, 5)
+        for step in (5, 4, 2):
+            recovery = ckpt.rewind(step)
+            assert (recovery.step, recovery.exact) == (step, True), recovery.evidence
+            assert world.snapshot() == states[step]
+            states |= run_steps(ckpt, world, 2)
