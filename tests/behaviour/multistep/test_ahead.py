@@ -292,17 +292,37 @@ def layout_of(live: dict[str, torch.Tensor]) -> ShardLayout:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_copies_are_planned_once_of_host_memory_only(device: str) -> None:
-    """What is remembered of them holds no device: packed together is what lies on one."""
+def test_copies_are_planned_once_while_forms_and_devices_stay(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+
+    def counted(layout: ShardLayout, named: Any, chosen: Any) -> Any:
+        planned.append(len(named))
+        return plan_batches(layout, named, chosen)
+
+    monkeypatch.setattr("everstep.trainer.log.update_inputs.plan_batches", counted)
     there = nn.Linear(3, 4), nn.Linear(4, 2, device=device)
     parameters = [parameter for layer in there for parameter in layer.parameters()]
     state = State({"optimizer": torch.optim.SGD(parameters, lr=0.1)})
-    for parameter in parameters:
+    reader = InputReader(state)
+    for number in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, number)
+        consumed = reader.look("optimizer")
+        assert consumed.in_host_memory is (device == "cpu")
+        assert len(planned) == 1
+        again = plan_batches(consumed.layout, consumed.tensors, consumed.tensors.keys())
+        shown = [(b.begin, b.end, [s.data_ptr() for s in b.sources]) for b in consumed.batches]
+        assert shown == [(b.begin, b.end, [s.data_ptr() for s in b.sources]) for b in again]
+    for parameter in there[1].parameters():
+        other = "meta" if device == "cpu" else "cpu"
+        parameter.grad = None
+        moved = nn.Parameter(torch.zeros_like(parameter, device=other))
+        torch.utils.swap_tensors(parameter, moved)
         parameter.grad = torch.ones_like(parameter)
-    consumption = InputReader(state)
-    consumed = consumption.look("optimizer")
-    assert consumed.in_host_memory is (device == "cpu")
-    assert (consumption._last_inputs("optimizer", None).outline is None) is (device != "cpu")
+    consumed = reader.look("optimizer")
+    assert len(planned) == 2
     assert all(len({part.device for part in batch.sources}) == 1 for batch in consumed.batches)
 
 

@@ -100,7 +100,7 @@ class _LastInputs:
     Attributes:
         members: names of gradients in a record, and parameters, in the optimizer's order; without
             those that this record leaves out.
-        forms: names, dtypes, shapes and strides of all tensors that ``layout`` lays out.
+        forms: names, dtypes, devices, shapes and strides of all tensors that ``layout`` lays out.
         layout: layout of the record.
         outline: outline of the copies; None if they must be planned each time.
         are_cast: some gradient has another dtype than its parameter.
@@ -240,9 +240,8 @@ class InputReader:
             about["compressed"] = tensors.compressed
         if any("lossy" in fields for fields in tensors.compressed.values()):
             about["lossy"] = True
+        batches = _batches(last, layout, named)
         in_host_memory = all(tensor.is_cpu for tensor in named.values())
-        reusable = in_host_memory and not tensors.others
-        batches = _batches(last, layout, named, in_host_memory=in_host_memory, reusable=reusable)
         return UpdateInputs(about, layout, batches, in_host_memory, written, named)
 
     def _gradient_tensors(self, key: str, present: _Gradients) -> _GradientTensors:
@@ -347,27 +346,22 @@ def _hyperparameters(optimizer: Optimizer, tensors: dict[str, torch.Tensor]) -> 
 
 
 def _forms(named: Mapping[str, torch.Tensor]) -> list[Any]:
-    """Return names, dtypes, shapes and strides: equal forms have equal layouts."""
+    """Return names, dtypes, devices, shapes and strides: equal forms have equal layouts and
+    copies."""
     forms: list[Any] = []
     for name, tensor in named.items():
-        forms += name, tensor.dtype, tensor.shape, tensor.stride()
+        forms += name, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
     return forms
 
 
 def _batches(
-    last: _LastInputs,
-    layout: ShardLayout,
-    named: Mapping[str, torch.Tensor],
-    *,
-    in_host_memory: bool,
-    reusable: bool,
+    last: _LastInputs, layout: ShardLayout, named: Mapping[str, torch.Tensor]
 ) -> Sequence[Batch]:
     """Return the copies of an update's inputs, from the last outline if there is one."""
-    if last.outline is not None and in_host_memory:
+    if last.outline is not None:
         return [_batch(outline, named) for outline in last.outline]
     batches = plan_batches(layout, named, named.keys())
-    if reusable:
-        last.outline = _outlines(layout, batches)
+    last.outline = _outlines(layout, batches)
     return batches
 
 
