@@ -178,6 +178,7 @@ def test_an_update_that_is_refused_ends_the_log_not_the_start(run: Path) -> None
                 if step == 12:
                     assert ckpt.stats().recoverable_step == 9, "a base of the refused step"
                     assert ckpt.stats().saves == 2, "of the start, and of the refused step"
+                    assert ": logged (given up: bases alone), every=auto" in repr(ckpt)
             ckpt.save()
         return shown
 

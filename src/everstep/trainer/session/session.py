@@ -401,8 +401,9 @@ class Session:
     def in_words(self) -> str:
         """Settings and step, for ``repr``."""
         chosen = self.parts.options
-        settings = f"{chosen.method_name}, {chosen.every.in_words}, keep {chosen.keep.in_words}"
-        return f"{settings}; at step {self.at.step}"
+        ended = " (given up: bases alone)" if self.parts.refusals.is_over else ""
+        settings = f"{chosen.method_name}{ended}, {chosen.every.in_words}"
+        return f"{settings}, keep {chosen.keep.in_words}; at step {self.at.step}"
 
     def stats(self) -> Stats:
         """Return the costs and results of checkpointing so far."""
