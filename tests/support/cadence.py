@@ -60,7 +60,7 @@ class Run:
             disk.start(SimpleNamespace(log_to_disk=self.told.append))  # type: ignore[arg-type]
             memory = SimpleNamespace(bytes_max=memory_bytes, taken_bytes=0)
             self.recorder = SimpleNamespace(
-                stats=RecorderStats(), disk=disk, memory=memory, is_over=False
+                stats=RecorderStats(), disk=disk, memory=memory, is_over=False, stop_disk=disk.stop
             )
         state: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0, world=1 if alone else 2))
         nothing: Any = None

@@ -221,7 +221,7 @@ class _Reader:
             found.log_cost_s = stalled_s / sum(one.step - one.begun_step for one in logged)
             # It also shares memory, disk and cores with the steps.
             with_log = [one.step_s for one in logged if one.step_s]
-            without = [one.step_s for one in measured if one.log_stall_s is None and one.step_s]
+            without = [one.step_s for one in measured if one.method in (FIRST, HELD) and one.step_s]
             if with_log and without:
                 slower_s = _median(with_log) - _SAME_PACE * _median(without)
                 found.log_cost_s = max(found.log_cost_s, slower_s)
@@ -279,6 +279,9 @@ class _Reader:
         stalls = event.details.get("stall_s")
         if isinstance(stalls, Mapping):
             start.log_stall_s = _number(stalls, "log")
+            saves = _number(event.details, "saves")
+            if start.base_cost_s is None and saves:  # as earlier versions have emitted it
+                start.base_cost_s = sum(_number(stalls, cause) or 0.0 for cause in stalls) / saves
         self._found.step_s = start.step_s or self._found.step_s
 
     def _closed(self, start: _Start, event: Event) -> None:

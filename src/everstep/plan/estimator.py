@@ -35,6 +35,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 
 from everstep.plan.interval import (
     Choice,
@@ -178,6 +179,8 @@ _SERIES = ("step_s", "write_bytes_per_s", "load_bytes_per_s", "replay_s", "stall
 _SECONDS_LEAST = 1e-9
 # Seconds of training after which the weight of failures, and of training without them, is halved.
 _FAILURE_HALF_LIFE_S = 30 * 86_400.0
+_EXPECTED_BASES = 4  # weight of expected costs, in bases
+_SLOW = 3.0  # a step longer than so many usual ones is an outlier
 _BASES_MIN = 4  # that are written and loaded before the first failure
 _MARGIN = 0.05  # share of the waste that another interval has to save
 
@@ -234,6 +237,7 @@ class Estimator:
         self._replay_share = replay_share
         self._prior = prior or FailurePrior()
         self._series: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in _SERIES}
+        self._expected: dict[str, float] = {}
         self._state_bytes: float | None = None
         self._trained_s = 0.0
         self._seen_s = 0.0
@@ -264,6 +268,17 @@ class Estimator:
             self._series["stall_s"].append(stall_s)
             self._series["slowed_s"].append(slowed_s)
         self._series["write_bytes_per_s"].append(size_bytes / write_s)
+        self._state_bytes = float(size_bytes)
+
+    def expect_base(self, size_bytes: float, write_s: float, cost_s: float) -> None:
+        """Set the costs of bases that earlier processes have measured: they count as a few bases
+        of this one.
+
+        Args:
+            cost_s: seconds of training that a base costs.
+        """
+        rate = size_bytes / write_s
+        self._expected = {"write_bytes_per_s": rate, "stall_s": cost_s, "slowed_s": 0.0}
         self._state_bytes = float(size_bytes)
 
     def observe_load(self, size_bytes: float, load_s: float) -> None:
@@ -310,11 +325,19 @@ class Estimator:
         """Seconds of a step; None before the first."""
         return self._median("step_s")
 
-    @property
-    def mean_step_s(self) -> float | None:
-        """Mean seconds of the newest steps, slow ones included; None before the first."""
-        series = self._series["step_s"]
-        return sum(series) / len(series) if series else None
+    def slower_s(self, beside_s: Sequence[float]) -> float:
+        """Return the seconds that steps beside a base took longer than as many others; negative if
+        they were shorter.
+
+        Means are compared, as steps are seldom shorter than usual and often longer. Very slow ones
+        (an evaluation) count as a few usual ones in both.
+        """
+        step_s = self.step_s
+        if step_s is None:
+            return 0.0
+        most_s = _SLOW * step_s
+        usual = [min(value, most_s) for value in self._series["step_s"]]
+        return sum(min(value, most_s) for value in beside_s) - len(beside_s) * mean(usual)
 
     @property
     def base_cost_s(self) -> float | None:
@@ -323,12 +346,15 @@ class Estimator:
         The noise of steps beside a base has both signs, and counts only as far as it does not
         cancel out over several bases.
         """
-        stall_s = self._median("stall_s")
-        slowed_s = self._median("slowed_s")
-        if stall_s is None or slowed_s is None:
-            return None
-        # Never quite nothing: the interval would have no lower end.
-        return max(stall_s + max(0.0, slowed_s), _SECONDS_LEAST)
+        return _cost_s(self._median("stall_s"), self._median("slowed_s"))
+
+    @property
+    def measured_base_cost_s(self) -> float | None:
+        """The same without what was expected; None before the first base."""
+        stall_s, slowed_s = (
+            weighted_median(self._series[name], _HALF_LIFE) for name in ("stall_s", "slowed_s")
+        )
+        return _cost_s(stall_s, slowed_s)
 
     @property
     def mtbf_s(self) -> float:
@@ -389,4 +415,12 @@ class Estimator:
         return chosen
 
     def _median(self, name: str) -> float | None:
-        return weighted_median(self._series[name], _HALF_LIFE)
+        expected = [self._expected[name]] * _EXPECTED_BASES if name in self._expected else []
+        return weighted_median([*expected, *self._series[name]], _HALF_LIFE)
+
+
+def _cost_s(stall_s: float | None, slowed_s: float | None) -> float | None:
+    if stall_s is None or slowed_s is None:
+        return None
+    # Never quite nothing: the interval would have no lower end.
+    return max(stall_s + max(0.0, slowed_s), _SECONDS_LEAST)

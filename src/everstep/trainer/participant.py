@@ -282,6 +282,9 @@ class Participant:
 
     # --- The end of training ------------------------------------------------------------
 
+    def finish_records(self) -> None:
+        """Wait until the keeper has all that was recorded of completed steps."""
+
     def finish_copies(self) -> None:
         """End captures in progress: no step will follow."""
 

@@ -3,10 +3,12 @@ many steps more, and everything that relies on the last step waits for them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import everstep
 from everstep.errors import OptionError
@@ -14,6 +16,7 @@ from everstep.options import LogOptions
 from everstep.seams.failpoints import arm
 from everstep.testing import inspect
 from tests.support.log.every_step import ON_DISK, World, opened, run_steps
+from tests.support.ranks.together import bases
 from tests.support.serving import Bench, die, serving
 from tests.support.world import Gate, forget
 
@@ -36,6 +39,7 @@ def test_a_step_ends_before_the_keeper_has_its_mark(served: Bench, gate: Gate) -
     ckpt = opened(served.run, world, every=1000, log=LogOptions(in_flight_steps=1))
     ckpt.resume()
     states = run_steps(ckpt, world, 3)
+    ckpt.wait()
     arm("log.before_record", lambda name: gate.wait_at(), hit=2)  # of the mark of step 4
     run_steps(ckpt, world, 1)
     assert gate.reached.wait(5.0)
@@ -92,6 +96,7 @@ def test_a_mark_that_is_lost_in_flight_makes_a_base_due(served: Bench) -> None:
     ckpt = opened(served.run, world, every=1000, log=log, on_failure=told.append)
     ckpt.resume()
     run_steps(ckpt, world, 3)
+    ckpt.wait()
     arm("log.before_record", "raise", hit=2)
     states = run_steps(ckpt, world, 4)
     assert len(told) == 1
@@ -131,3 +136,64 @@ def test_rewinding_waits_for_the_marks_in_flight(served: Bench) -> None:
             assert (recovery.step, recovery.exact) == (step, True), recovery.evidence
             assert world.snapshot() == states[step]
             states |= run_steps(ckpt, world, 2)
+
+
+def test_no_last_base_of_parameters_that_are_not_finite(
+    served: Bench, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The gradients of the last step are checked on their way to the keeper."""
+    world = World(clip=False)
+    log = LogOptions(watch=True, in_flight_steps=2)
+    ckpt = opened(served.run, world, every=1000, log=log, on_failure=lambda error: None)
+    ckpt.resume()
+    run_steps(ckpt, world, 3)
+    ckpt.wait()
+    arm("log.before_record", lambda name: gate.wait_at())
+    world.model[0].weight.register_hook(lambda gradient: gradient * torch.nan)
+    world.train()
+    ckpt.step()
+    threading.Timer(0.1, gate.open).start()
+    ckpt.close()
+    assert "no last base of step 4 is taken" in capsys.readouterr().err
+    assert set(bases(served.run)) == {1}
+
+
+def test_an_announced_change_of_a_declared_entry_is_no_error(run_folder: Path) -> None:
+    world = World()
+    average = torch.optim.swa_utils.AveragedModel(world.model)
+    world.state["average"] = average
+    declared = {"average/*": lambda: average.update_parameters(world.model)}
+    log = LogOptions(in_flight_steps=1)
+    with opened(run_folder, world, every=1000, log=log, declared=declared) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 3)
+        gate = Gate()
+        ckpt.wait()
+        arm("log.before_record", lambda name: gate.wait_at(), hit=2)  # of the step mark
+        run_steps(ckpt, world, 1)
+        threading.Timer(0.1, gate.open).start()
+        ckpt.before_update()
+        with torch.no_grad():
+            for value in average.parameters():
+                value.mul_(0.5)
+        ckpt.after_update()
+        run_steps(ckpt, world, 2)
+        ckpt.wait()
+        assert ckpt.stats().log_holes == 1
+
+
+def test_the_disk_has_what_was_recorded_before_its_log_stops(run_folder: Path, gate: Gate) -> None:
+    """A daily budget may stop it; see ``Budget(write_bytes_per_day=)``."""
+    log = LogOptions(to="disk", batch_steps=1, in_flight_steps=1)
+    world = World()
+    with opened(run_folder, world, every=1000, log=log) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 3)
+        ckpt.wait()
+        arm("log.before_record", lambda name: gate.wait_at(), hit=2)  # of the step mark
+        run_steps(ckpt, world, 1)
+        threading.Timer(0.1, gate.open).start()
+        inspect(ckpt).recorder.stop_disk()
+        run_steps(ckpt, world, 2)
+        ckpt.wait()
+        assert ckpt.stats().log_steps_in_memory == 2

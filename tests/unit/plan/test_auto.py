@@ -226,6 +226,20 @@ def test_each_method_has_its_own_costs() -> None:
     assert (seen.method, seen.failures, seen.has_failed) == ("logged", 2, True)
 
 
+def test_costs_of_starts_by_an_earlier_version() -> None:
+    """They had the stalls of a log in the steps, and no cost of a base."""
+    earlier = {"base_cost_s": None, "saves": 2, "stall_s": {"capture": 0.2, "gate": 0.3}}
+    starts = [start(0.0, "lazy", **earlier), start(100.0, "logged", step=90, **earlier)]
+    seen = observed(starts)
+    assert seen is not None
+    assert (seen.base_cost_s, seen.log_cost_s) == ({"lazy": 0.25}, None)
+    newer = {"step": 190, "step_s": 0.15, "stall_s": {"log": 0.0}}
+    slow_before = start(100.0, "logged", step=90, step_s=0.15, **earlier)
+    seen = observed([starts[0], slow_before, start(200.0, "logged", **newer)])
+    assert seen is not None
+    assert seen.log_cost_s == pytest.approx(0.15 - 1.05 * 0.1)
+
+
 def test_ends_in_order_do_not_count_as_failures_and_errors_do() -> None:
     ended = start(0.0, "lazy", closed=True)
     from_disk = [

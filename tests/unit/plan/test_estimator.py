@@ -108,6 +108,28 @@ def test_noise_of_steps_beside_bases_is_no_cost(slowed_s: Sequence[float], cost_
     assert estimator.base_cost_s == pytest.approx(cost_s)
 
 
+def test_rare_slow_steps_hide_no_slowdown() -> None:
+    """Each 50th step takes a hundred times as long; a base slows two steps by half."""
+    estimator = Estimator()
+    for number in range(1, 1001):
+        estimator.observe_step(10.0 if number % 50 == 0 else 0.1)
+        if number % 20 == 0:
+            estimator.observe_base(1e9, 1.0, 0.001, estimator.slower_s([0.15, 0.15]))
+    assert estimator.base_cost_s == pytest.approx(0.101, rel=0.2)
+
+
+def test_expected_costs_count_as_a_few_bases_and_as_no_measurement() -> None:
+    estimator = Estimator()
+    estimator.expect_base(1e9, 2.0, 1.0)
+    assert (estimator.base_cost_s, estimator.measured_base_cost_s) == (1.0, None)
+    for _ in range(3):
+        estimator.observe_base(1e9, 2.0, 0.25)
+    assert (estimator.base_cost_s, estimator.measured_base_cost_s) == (1.0, 0.25)
+    for _ in range(3):
+        estimator.observe_base(1e9, 2.0, 0.25)
+    assert estimator.base_cost_s == 0.25
+
+
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=90))
 def test_median_is_weighted(samples: list[float]) -> None:
     estimator = Estimator()

@@ -227,6 +227,7 @@ class Recorder(Participant):
         repeat."""
         if self.is_over:
             return
+        self.finish_records()
         self._discard_pending()
         self._declared.start()
         self.untracked.accept()
@@ -273,7 +274,12 @@ class Recorder(Participant):
         """Retry the base that the end of the log has made due; let the keeper write the rest."""
         self.base_due = self.base_due or self._retry.due(step)
         if self.disk.on:
-            self.disk.stop()
+            self.stop_disk()
+
+    def stop_disk(self) -> None:
+        """Write no record of a later step to disk."""
+        self.finish_records()  # the disk gets what was recorded before
+        self.disk.stop()
 
     def base_taken(self, save: Save) -> None:
         """Continue the log from a base of this step, which is being captured.
@@ -289,7 +295,7 @@ class Recorder(Participant):
             self.memory.base_taken()
             return
         self._base_ahead = None
-        self._settle()
+        self.finish_records()
         with self._saver.stalled("capture"):
             self._continue_from(save)
 
@@ -306,7 +312,7 @@ class Recorder(Participant):
     def finish_copies(self) -> None:
         """Wait for the step marks in flight; continue the log from a multi-step base that has
         ended at the last one."""
-        self._settle()
+        self.finish_records()
         if self._last_marked_step is not None:
             self.step_done(self._last_marked_step)
 
@@ -467,18 +473,23 @@ class Recorder(Participant):
             self._lane.run(survey.measure)  # the objects may be smaller next time
             return False
         self._marks.add(step, *record)
-        ahead_bytes = (2 + self._marks.most) * self._step_bytes
+        step_bytes = self._step_bytes
         self._step_bytes = 0
         # Wait until the keeper has the mark, or a crash could lose more than the step in flight.
         # The lane is short here: only this step's updates are before it, as no update begins while
         # a base is being copied.
         self._settle(self._marks.most)
         # On the lane: touching pages overlaps the next backward.
-        self._lane.run(lambda: target.pool.warm_ahead(ahead_bytes))
+        self._lane.run(lambda: target.pool.warm_ahead(2 * step_bytes))
         self.stats.marks += 1
         return False
 
-    def _settle(self, in_flight: int = 0) -> None:
+    def finish_records(self) -> None:
+        """Wait for all step marks in flight."""
+        with self._saver.stalled("log"):
+            self._settle(0)
+
+    def _settle(self, in_flight: int) -> None:
         """Wait until the keeper has all but the newest ``in_flight`` step marks."""
         for step, number, there in self._marks.settled(in_flight):
             if not there:

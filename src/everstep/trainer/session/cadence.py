@@ -53,7 +53,6 @@ REPLAY_SHARE = 0.1
 # were measured, and with them the time that is known to have passed without a failure.
 _REVIEW_STEPS = 64
 _WRITE_SHARE = 0.2  # of the time, for writing bases before the first failure
-_EXPECTED_BASES = 4  # weight of the costs that earlier starts have measured
 # Weight, in failures, of an MTBF that the user has given: observed failures do not change it.
 _CERTAIN = 1e6
 
@@ -155,8 +154,7 @@ class _Measurements:
         self.base_bytes = base_bytes
         auto = options.auto
         if auto is not None and auto.base_cost_s is not None and auto.base_write_s:
-            for _ in range(_EXPECTED_BASES):
-                self.estimator.observe_base(base_bytes, auto.base_write_s, auto.base_cost_s)
+            self.estimator.expect_base(base_bytes, auto.base_write_s, auto.base_cost_s)
         # Steps at which failures happened; None once their times are counted.
         self._failed_at: list[int] | None = []
         self._first_step = 0
@@ -225,9 +223,7 @@ class _Measurements:
         steps vary."""
         beside_s = self._beside_s
         self._beside_s = []
-        # The mean, as a base meets slow steps as often as others are slow.
-        step_s = self.estimator.mean_step_s
-        return 0.0 if step_s is None else sum(beside_s) - len(beside_s) * step_s
+        return self.estimator.slower_s(beside_s)
 
     def measure_base(self) -> bool:
         """Measure the base in flight if it has ended; return True if a base was committed."""
@@ -394,7 +390,7 @@ class _LogSpace:
     def hold(self, why: str) -> None:
         """Keep the log in memory from now on, and say why."""
         assert self._recorder is not None
-        self._recorder.disk.stop()
+        self._recorder.stop_disk()
         _say(
             self._context,
             f"{budget_in_words(self._options)}: from now on the log stays in memory ({why}); "
@@ -523,7 +519,7 @@ class Cadence(Participant):
         return {
             "interval_steps": self.interval_steps,
             "step_s": self._measured.estimator.step_s,
-            "base_cost_s": self._measured.estimator.base_cost_s,
+            "base_cost_s": self._measured.estimator.measured_base_cost_s,
             "mtbf_s": self._measured.estimator.mtbf_s,
             "forecast_bytes_per_day": None if self.forecast is None else self.forecast.total_bytes,
         }

@@ -339,10 +339,16 @@ class Session:
 
     def save_last(self, timeout_s: float) -> None:
         """Take a last base unless it is refused, and wait for it."""
-        refused = [one.refuses_last_base(self.at.step) for one in self.parts.participants]
-        if not any(refused):
+        if not self._last_base_is_refused():
             self.take(None, show=True)
         self.wait(timeout_s)
+
+    def _last_base_is_refused(self) -> bool:
+        """Return True, with a message, if the state is not worth a last base."""
+        participants = self.parts.participants
+        for one in participants:
+            one.finish_records()  # gradients of the last step may still be checked
+        return any(one.refuses_last_base(self.at.step) for one in participants)
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until all bases are durable; take one in place of those lost with a keeper."""
@@ -474,6 +480,8 @@ class Session:
         parts = self.parts
         if self.keeper is None:  # no timeline was opened, or an interrupt came while it was
             return self.at.timeline > 0
+        for one in parts.participants:
+            one.finish_records()
         self.consensus.flush_errors()
         self._persist_parked(failed)
         # The live state is that of no step, so a base of it would be wrong.
