@@ -9,10 +9,11 @@ Read in this order:
 """
 
 from everstep.trainer.base.prepared_base import LastMark, MarkSnapshot, PlannedCopies, PreparedBase
-from everstep.trainer.base.saver import STALL_CAUSES, Saver
+from everstep.trainer.base.saver import STALL_CAUSES, BaseRetry, Saver
 
 __all__ = [
     "STALL_CAUSES",
+    "BaseRetry",
     "LastMark",
     "MarkSnapshot",
     "PlannedCopies",

@@ -51,6 +51,8 @@ from everstep.trainer.participant import (
 NotifyKeeper = Callable[[Capture, Mapping[str, bytes]], None]
 """Notify the keeper that a capture is complete, with its encoded objects; in the lane's thread."""
 
+_RETRY_STEPS_MAX = 64  # between two tries of a base that has failed
+
 STALL_CAUSES = ("capture", "gate", "back_pressure", "persist", "keeper")
 """Causes of delays of the training thread, which every method has."""
 
@@ -690,3 +692,40 @@ class PendingCapture:
             first = not self.copies_ended
             self.copies_ended = True
         return first
+
+
+class BaseRetry:
+    """Schedule of retries for a base that the log needs and that has failed.
+
+    The base is taken again at the next step, then after 2, 4, 8, ... up to 64 more steps, until
+    one is durable. Each failure is reported by the code that wrote the base."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._times = 0
+        self._why: str | None = None
+        self._from_step = 0
+
+    def ended(self, step: int, why: str | None, *, fine: bool) -> None:
+        """Note the end of a base; in any thread.
+
+        Args:
+            step: step of the base.
+            why: reason it was needed; None if only its interval was over.
+            fine: True if it is durable.
+        """
+        with self._lock:
+            if fine:
+                self._times = 0
+                self._why = None
+            elif why is not None:
+                self._why = why
+                self._from_step = step + min(1 << self._times, _RETRY_STEPS_MAX)
+                self._times += 1
+
+    def due(self, step: int) -> str | None:
+        """Return the reason why a base is due at ``step``, or None."""
+        with self._lock:
+            why = self._why if step >= self._from_step else None
+            self._why = None if why else self._why
+        return why

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from everstep.state.layout import ShardLayout
 from everstep.state.survey import Survey
 from everstep.state.values.objects import encode
 from everstep.trainer.attach.keeper import Service
-from everstep.trainer.base import Saver
+from everstep.trainer.base import BaseRetry, Saver
 from everstep.trainer.log.kept_records import (
     DiskLog,
     LogMemory,
@@ -722,46 +721,6 @@ class RecorderStats:
     record_bytes: int = 0
     marks: int = 0
     holes: int = 0
-
-
-_RETRY_STEPS_MAX = 64
-
-
-class BaseRetry:
-    """Schedule of retries for a base that the log needs and that has failed.
-
-    The base is taken again at the next step, then after 2, 4, 8, ... up to 64 more steps, until
-    one is durable. Each failure is reported by the code that wrote the base."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._times = 0
-        self._why: str | None = None
-        self._from_step = 0
-
-    def ended(self, step: int, why: str | None, *, fine: bool) -> None:
-        """Note the end of a base; in any thread.
-
-        Args:
-            step: step of the base.
-            why: reason it was needed; None if only its interval was over.
-            fine: True if it is durable.
-        """
-        with self._lock:
-            if fine:
-                self._times = 0
-                self._why = None
-            elif why is not None:
-                self._why = why
-                self._from_step = step + min(1 << self._times, _RETRY_STEPS_MAX)
-                self._times += 1
-
-    def due(self, step: int) -> str | None:
-        """Return the reason why a base is due at ``step``, or None."""
-        with self._lock:
-            why = self._why if step >= self._from_step else None
-            self._why = None if why else self._why
-        return why
 
 
 Objects = Callable[[], Mapping[str, bytes]]
