@@ -339,7 +339,8 @@ class LogOptions:
     def _check_lag(self) -> None:
         if not is_int(self.in_flight_steps) or self.in_flight_steps < 0:
             raise OptionError(
-                f"LogOptions.in_flight_steps={self.in_flight_steps!r}: must be at least 0"
+                f"LogOptions.in_flight_steps={self.in_flight_steps!r}: must be a number of "
+                "steps, at least 0"
             )
         if self.in_flight_steps and self.lag_steps is not None:
             raise OptionError(

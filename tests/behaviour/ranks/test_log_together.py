@@ -68,6 +68,22 @@ def test_no_more_than_the_step_in_flight_is_lost(tmp_path: Path, shared: bool) -
         assert record.exact
 
 
+def test_marks_in_flight_cost_all_ranks_the_same_steps(tmp_path: Path) -> None:
+    """Where rank 1 lacks a mark that rank 0 has, both go on from the step before."""
+    paths = folders(tmp_path, shared=False)
+    log = replace(ON_DISK["log"], in_flight_steps=2)
+    until(paths, 7, log=log)
+    lose(paths[1], 1, 7)
+    with trainings(*paths, **{**ON_DISK, "log": log}) as ranks:
+        for rank, one in enumerate(resume(ranks)):
+            assert (one.step, one.exact) == (6, True), one
+            assert torch.equal(ranks[rank].weight, trained(rank, 6))
+        train(ranks, 4)
+        for rank, training in enumerate(ranks):
+            assert torch.equal(training.weight, trained(rank, 10))
+        die(ranks)
+
+
 def test_a_log_that_ends_earlier_is_the_end_for_all(tmp_path: Path) -> None:
     path = tmp_path / "run"
     until((path, path), 7)

@@ -494,7 +494,8 @@ class Recorder(Participant):
             if not there:
                 self._add_hole("the keeper did not accept the step mark in time")
                 self._channel.post(DeadlineError("recording a step mark has hung", step=step))
-            self._reachable_step = step if self._leads_here else self._reachable_step
+            if number is not None and self._leads_here:
+                self._reachable_step = step
             self.disk.marked(number or self.memory.number, step)
 
     def _copy(
